@@ -1,0 +1,1 @@
+"""What runs beside the device: replica, training session, process groups, reduction, state transfer, data."""

@@ -1,0 +1,1 @@
+"""What makes state durable: state trees, slices and hashes. Knows neither Ray nor the network."""

@@ -1,0 +1,1 @@
+"""What the user calls and what decides: public API, configs, controller, events, CLI."""
