@@ -1,0 +1,590 @@
+"""The training session: what the user's `train(run)` sees, and the one thread that computes.
+
+A `Session` is handed to the user's function in every replica. Its loop has no failure handling in it, because all of
+it is here: when a peer dies, `Step.commit` or `Step.batches` enters the next generation, and the same step goes on
+with the shards that are missing. Everything in this file runs in the training thread; orders from the controller come
+through `actors.member`.
+
+    def train(run):
+        model = Net().to(run.device)
+        optimizer = torch.optim.AdamW(model.parameters())
+        run.register(model=model, optimizer=optimizer)
+        for step in run.steps(dataset, total=1000):
+            for batch in step.batches():
+                step.backward(loss_fn(model, batch))
+            step.commit(metrics={"loss": step.mean_loss})
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from everstep.actors import wire
+from everstep.actors.data import ShardSource, make_source
+from everstep.actors.data_iterable import seed_generators
+from everstep.actors.member import Member, Order
+from everstep.actors.reduction import Reducer
+from everstep.actors.registry import Registry
+from everstep.actors.transfer import Fetch, StateServer
+from everstep.actors.vote import Ballot, Outcome
+from everstep.errors import Fenced, GroupBroken, LoopError, NonFiniteLoss, TransferFailed
+from everstep.policies.seeds import derive_seed, shard_seed
+from everstep.policies.straggler import smoothed
+
+if TYPE_CHECKING:
+    from everstep.actors.groups import Group
+    from everstep.orchestrator.config import RunConfig
+
+_FETCH_DEADLINE_S = 600.0
+
+
+class Session:
+    """One replica's view of the run. Users get it as the argument of their function and never construct it."""
+
+    def __init__(self, *, config: RunConfig, member: Member, server: StateServer, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+        """Where this replica computes."""
+        self.seed = config.seed
+        """The run's seed. Module initialization after the start of `train` is seeded with it."""
+        self._member = member
+        self._server = server
+        self._registry = Registry()
+        self._source: ShardSource | None = None
+        self._reducer: Reducer | None = None
+        self._ballot: Ballot | None = None
+        self._group: Group | None = None
+        self._generation: wire.Generation | None = None
+        self._fetch: Fetch | None = None
+        self._todo: list[int] = []
+        self._shares: list[list[int]] = []
+        self._total = 0
+        self._names: list[str] = []
+        self._positions: dict[int, Any] = {}
+        self._committed_at = time.monotonic()
+        seed_generators(derive_seed(config.seed))
+
+    # ---- what users read
+
+    @property
+    def name(self) -> str:
+        """Name of the run."""
+        return self.config.name
+
+    @property
+    def generation(self) -> int:
+        """Number of the present generation; 0 before the first."""
+        return self._generation.number if self._generation else 0
+
+    @property
+    def world_size(self) -> int:
+        """Replicas in the present generation. Nothing that training computes may depend on it."""
+        return len(self._generation.members) if self._generation else 0
+
+    @property
+    def rank(self) -> int:
+        """Rank in the present generation. Use it to decide who prints or writes a file, never what is computed."""
+        return self._generation.rank_of(self._member.identity.replica) if self._generation else -1
+
+    @property
+    def replica(self) -> int:
+        """This replica's id, the same for its whole life."""
+        return self._member.identity.replica
+
+    # ---- what users call
+
+    def register(self, **objects: Any) -> None:
+        """Say what is state: everything that a joiner must receive and a failed step must leave untouched.
+
+        Each object needs `state_dict` and `load_state_dict`; lists of such objects are taken too. Modules' gradients
+        are reduced, optimizers are stepped by `commit`, LR schedulers after them, a GradScaler is applied around them.
+
+        Raises StateError for an object that cannot be state, LoopError when called after `steps` has begun.
+        """
+        if self._source is not None:
+            raise LoopError("register() was called after the loop had begun; register everything before run.steps()")
+        self._registry.add(objects)
+
+    def steps(
+        self,
+        dataset: Any,
+        *,
+        total: int | None = None,
+        epochs: int | None = None,
+        global_batch_size: int | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        prefetch_factor: int = 2,
+        shuffle: bool = True,
+        seed_samples: bool = True,
+        worker_init_fn: Callable[[int], None] | None = None,
+    ) -> Iterator[Step]:
+        """The loop's steps, from wherever the run stands to the last one.
+
+        A step whose commit failed because a peer died is yielded again; its `batches()` are then only the shards that
+        nobody has computed yet. `total` counts steps, `epochs` passes over the dataset; one of them is needed.
+        The other arguments are those of torch's DataLoader; per-sample randomness hangs on (seed, epoch, index) alone.
+
+        Raises ConfigError for numbers that cannot work, LoopError when the loop breaks a rule.
+        """
+        batch = self.config.batch
+        if global_batch_size is not None and global_batch_size != batch.global_batch_size:
+            raise LoopError(
+                f"steps(global_batch_size={global_batch_size}) contradicts BatchConfig.global_batch_size="
+                f"{batch.global_batch_size}; leave it out here or make them equal"
+            )
+        if self._source is not None:
+            raise LoopError("steps() was called twice; one run has one loop")
+        self._source = make_source(
+            dataset,
+            global_batch_size=batch.global_batch_size, logical_shards=batch.logical_shards, seed=self.config.seed,
+            shuffle=shuffle, last_batch=batch.last_batch, num_workers=num_workers, collate_fn=collate_fn,
+            pin_memory=pin_memory and self.device.type == "cuda", prefetch_factor=prefetch_factor,
+            seed_samples=seed_samples, worker_init_fn=worker_init_fn,
+        )  # fmt: skip
+        self._total = self._count(total, epochs)
+        self._prepare()
+        try:
+            yield from self._loop()
+        finally:
+            self._member.loop_done()
+            self._source.close()
+
+    def _count(self, total: int | None, epochs: int | None) -> int:
+        assert self._source is not None
+        per_epoch = self._source.steps_per_epoch
+        if (total is None) == (epochs is None):
+            raise LoopError("steps() needs either total= (steps) or epochs=, and not both")
+        if epochs is not None and per_epoch is None:
+            raise LoopError("steps(epochs=...) needs a dataset of known length; give total= for an iterable dataset")
+        count = total if total is not None else (epochs or 0) * (per_epoch or 0)
+        if count < 1:
+            raise LoopError(f"the loop would have {count} steps; it needs at least one")
+        return count
+
+    def _prepare(self) -> None:
+        """Everything is registered: lay out the reduction, and tell the controller that we are warm."""
+        registry, batch = self._registry, self.config.batch
+        registry.seal()
+        self._reducer = Reducer(
+            registry.named_parameters(), registry.named_buffers(), logical_shards=batch.logical_shards,
+            strategy=self.config.reduction, bucket_bytes=self.config.bucket_bytes, on_failure=self._collective_failed,
+        )  # fmt: skip
+        self._ballot = Ballot(self._reducer.num_bits, batch.logical_shards)
+        registry.add_internal(everstep_session=_Progress(self))
+        signature = (*registry.state.signature(), f"reduction {self._reducer.signature}")
+        self._member.announce_ready(signature, registry.state.digest(self._snapshot()), self._total)
+
+    def _loop(self) -> Iterator[Step]:
+        self._enter_next()
+        while self._member.applied < self._total:
+            step = Step(self, self._member.applied)
+            while not step.committed:
+                self._member.moved("data")
+                yield step
+                step._must_be_over()
+            self._member.moved("user")
+
+    # ---- entering generations
+
+    def _enter_next(self) -> None:
+        """Enter the newest generation; returns only when this replica is in it and holds its state."""
+        while True:
+            order = self._member.next_order()
+            try:
+                if self._enter(order):
+                    return
+            except (GroupBroken, TransferFailed, Fenced) as error:
+                self._member.fault(order.generation.number, error)
+
+    def _enter(self, order: Order) -> bool:
+        """False if the order was only to serve others, or to catch up with the last step."""
+        generation, me = order.generation, self._member.identity.replica
+        assert self._reducer is not None and self._source is not None
+        self._group = None
+        if me in generation.roll_forward:
+            self._roll_forward(generation)
+        elif self._member.applied == generation.step and me not in generation.fetch:
+            self._reducer.discard()
+        if me in generation.fetch:
+            self._fetch_state(generation, order)
+        elif generation.fetch:
+            self._server.offer(generation.version, self._snapshot())
+        if me not in generation.members:
+            self._member.enter(order)
+            return False
+        group = self._member.group_of(order)
+        self._member.enter(order)
+        self._generation = generation
+        if generation.final or group is None:
+            return True
+        self._group = group
+        self._take_shares(generation, me)
+        return True
+
+    def _take_shares(self, generation: wire.Generation, me: int) -> None:
+        assert self._reducer is not None and self._source is not None and self._group is not None
+        rank = generation.rank_of(me)
+        todo = [s for s in generation.todo[rank] if s not in self._member.kept]
+        self._source.deal(generation.step, todo, range(*generation.ranges[rank]), self._total)
+        self._todo = self._empty_first(generation.step, todo)
+        shares = [sorted({*h, *t}) for h, t in zip(generation.held, generation.todo, strict=True)]
+        self._shares = [list(range(*r)) for r in generation.ranges]
+        self._reducer.attach(self._group, shares)
+
+    def _empty_first(self, step: int, shards: list[int]) -> list[int]:
+        """Shards without samples go first, so that the last backward is a real one and overlaps with the reduction."""
+        assert self._source is not None
+        return sorted(shards, key=lambda s: (self._source.scale(step, s) > 0.0, s))  # type: ignore[union-attr]
+
+    def _roll_forward(self, generation: wire.Generation) -> None:
+        """Others have applied this step, and we hold its reduced gradient: apply it too."""
+        assert self._ballot is not None
+        data = base64.b64decode(generation.vote)
+        outcome = self._ballot.read(self._ballot.parse(data), self._names)
+        step = self._member.applied
+        self._member.begin_roll_forward(data)
+        self._apply(step, outcome, self._clip)
+
+    def _fetch_state(self, generation: wire.Generation, order: Order) -> None:
+        self._member.moved("fetch")
+        if self._fetch is None or self._fetch.version != generation.version:
+            self._fetch = Fetch(generation.version, self._registry.state, self._member.identity.token.encode())
+        sources = [a for a in generation.sources if a != self._member.identity.transfer]
+        result = self._fetch.run(sources, order.cancel, _FETCH_DEADLINE_S)
+        self._fetch.load()
+        self._fetch = None
+        self._registry.after_load()
+        assert self._reducer is not None
+        self._reducer.reload_buffers()
+        self._reducer.start_step()
+        self._member.adopt_state(generation.step)
+        self._member.fetched(generation.number, result.num_bytes, result.seconds)
+
+    def _snapshot(self) -> Any:
+        assert self._reducer is not None
+        return self._registry.state.capture(self._registry.buffer_overrides(self._reducer.committed_buffers()))
+
+    def _collective_failed(self, error: BaseException) -> None:
+        """From the reducer's thread: tell at once, though the training thread still computes."""
+        if self._generation is not None:
+            self._member.fault(self._generation.number, error)
+
+    # ---- one step (called by Step)
+
+    def _next_shard(self, step: Step) -> int | None:
+        """The next shard to compute, entering a new generation first if ours is over; None when all are done."""
+        if self._member.fenced():
+            self._enter_next()
+        while self._todo:
+            shard = self._todo[0]
+            try:
+                self._member.begin_shard(shard)
+            except GroupBroken:
+                self._enter_next()
+                continue
+            self._todo.pop(0)
+            return shard
+        return None
+
+    _clip: tuple[float | None, float | None] = (None, None)
+
+    def _commit(self, step: Step, metrics: Mapping[str, Any], clip: tuple[float | None, float | None]) -> bool:
+        """True when the step is history; False when some of its shards have to be computed here first."""
+        self._clip = clip
+        self._names = sorted({"loss", *metrics, *step._recorded})
+        while self._member.applied == step.number:
+            if self._todo:
+                return False
+            try:
+                self._member.check()
+                total = self._reduce_and_vote(step, metrics)
+                outcome = self._judge(step, total)
+                self._member.begin_commit(total.numpy().tobytes())
+            except GroupBroken as error:
+                self._give_up_generation(error)
+                continue
+            self._apply(step.number, outcome, clip)
+            step.metrics = outcome.metrics
+            if outcome.pause:
+                self._member.park_at_boundary()
+                self._enter_next()
+            elif self._member.applied < self._total:
+                self._continue_generation()
+        return True
+
+    def _give_up_generation(self, error: GroupBroken) -> None:
+        assert self._generation is not None
+        self._member.fault(self._generation.number, error)
+        self._enter_next()
+
+    def _continue_generation(self) -> None:
+        """The next step of the same generation."""
+        assert self._generation is not None and self._reducer is not None and self._group is not None
+        step = self._member.applied
+        self._todo = self._empty_first(step, self._shares[self.rank])
+        self._reducer.attach(self._group, self._shares)
+
+    def _reduce_and_vote(self, step: Step, metrics: Mapping[str, Any]) -> Tensor:
+        assert self._reducer is not None and self._group is not None and self._ballot is not None
+        self._member.moved("reduce")
+        self._reducer.flush()
+        self._reducer.wait()
+        self._reducer.reduce_buffers()
+        while True:
+            self._member.reduction_complete()
+            bits = self._reducer.vote_bits()
+            vote = self._ballot.fill(
+                bits=bits, pause=self._member.pause_wanted, non_finite=step._non_finite(),
+                metrics=step._shard_metrics(metrics),
+            )  # fmt: skip
+            total = self._vote(vote)
+            summed = self._ballot.read(total, ()).bits
+            if not self._reducer.missing_buffers(summed):
+                return total
+            # A buffer was written to for the first time: reduce it too, and vote again.
+            self._reducer.grow(summed)
+            self._reducer.reduce_buffers()
+
+    def _vote(self, vote: Tensor) -> Tensor:
+        assert self._group is not None
+        if self.device.type == "cuda":
+            on_device = vote.to(self.device)
+            self._group.all_reduce(on_device)
+            return on_device.cpu()
+        self._group.all_reduce(vote)
+        return vote
+
+    def _judge(self, step: Step, total: Tensor) -> Outcome:
+        assert self._ballot is not None
+        outcome = self._ballot.read(total, self._names)
+        if outcome.non_finite and self.config.failure.non_finite == "stop":
+            raise NonFiniteLoss(
+                f"run {self.name!r}, step {step.number}: a loss is NaN or infinite. FailureConfig.non_finite decides: "
+                "'stop' (now), 'skip' (no update in such a step, on any replica) or 'ignore'"
+            )
+        return outcome
+
+    def _apply(self, step: int, outcome: Outcome, clip: tuple[float | None, float | None]) -> None:
+        """The step is history. Whoever fails in here is half-applied, and therefore dead (`actors.replica`)."""
+        assert self._reducer is not None and self._source is not None
+        self._member.moved("apply")
+        skip = outcome.non_finite and self.config.failure.non_finite == "skip"
+        self._reducer.install(outcome.bits)
+        self._registry.update(skip=skip, clip_norm=clip[0], clip_value=clip[1])
+        self._source.committed(step)
+        self._reducer.start_step()
+        now = time.monotonic()
+        record = wire.Record(
+            history=self._generation.history if self._generation else 0, generation=self.generation, step=step,
+            metrics=outcome.metrics, samples=self._source.samples(step), step_s=now - self._committed_at, skipped=skip,
+        )  # fmt: skip
+        self._committed_at = now
+        self._server.withdraw()
+        self._member.committed(record, speak=self.rank == 0)
+        self._member.moved("user")
+
+    def _computed(self, shard: int, seconds: float) -> None:
+        self._member.end_shard(shard)
+        before = self._member.compute_s
+        self._member.compute_s = smoothed(before if before > 0 else None, seconds)
+
+    def state_digest(self) -> str:
+        """xxh3_128 (hex) over all registered state; equal on two replicas iff their state is bit for bit the same."""
+        return self._registry.state.digest(self._snapshot())
+
+
+class Step:
+    """One step of the loop, from its batches to its commit."""
+
+    def __init__(self, session: Session, number: int) -> None:
+        self.number = number
+        """Counts from 0, without gaps or repeats in history."""
+        self.committed = False
+        """True after the `commit` that made this step history. False after a commit that found a peer dead: the loop
+        yields the step again then, and code after `commit` that must run once per step belongs under this flag."""
+        self.metrics: dict[str, float] = {}
+        """After the commit: its metrics, the same on all replicas. Good for decisions such as early stopping."""
+        self._session = session
+        self._losses: dict[int, float] = {}
+        self._scales: dict[int, float] = {}
+        self._recorded: dict[str, dict[int, float]] = {}
+        self._shard: int | None = None
+        self._open = False
+        self._called = False
+        self._started_at = 0.0
+
+    @property
+    def shard(self) -> int:
+        """The logical shard of the batch at hand."""
+        if self._shard is None:
+            raise LoopError(f"step {self.number}: there is a shard only inside `for batch in step.batches()`")
+        return self._shard
+
+    @property
+    def mean_loss(self) -> ShardMean:
+        """The mean loss: over all shards when given to `commit`, over this replica's shards so far as a float."""
+        return ShardMean("loss", self._losses)
+
+    def batches(self) -> Iterator[Any]:
+        """The batches of the logical shards that this replica has to compute, one per shard, as collated.
+
+        Before each of them the random generators (torch, its devices, `random`, numpy) are seeded by (run seed, step,
+        shard), so that dropout does not depend on who computes it.
+        """
+        session = self._session
+        reducer, source = session._reducer, session._source
+        assert reducer is not None and source is not None
+        while (shard := session._next_shard(self)) is not None:
+            scale = source.scale(self.number, shard)
+            batch = source.get(self.number, shard)
+            self._shard, self._open = shard, True
+            self._scales[shard] = scale
+            seed_generators(shard_seed(session.seed, self.number, shard))
+            reducer.begin_shard(shard, last=not session._todo, scale=scale)
+            self._started_at = time.monotonic()
+            if batch is None:  # no sample of this step falls into the shard
+                self._close_shard()
+                continue
+            yield batch
+            if self._open:
+                raise LoopError(
+                    f"step {self.number}: the batch of shard {shard} was left without step.backward(loss)"
+                )
+        self._shard = None
+
+    def backward(self, loss: Tensor, *, final: bool = True) -> None:
+        """Compute the gradient of this batch's mean loss.
+
+        Args:
+            loss: scalar tensor, the mean over the samples of the batch.
+            final: False for all but the last of several calls for one batch (accumulation inside a shard); their
+                gradients add up, so divide the losses accordingly.
+
+        Raises LoopError outside of `batches()` or for a second final call on one batch.
+        """
+        session, shard = self._session, self._shard
+        if shard is None or not self._open:
+            raise LoopError(f"step {self.number}: backward() needs a batch of step.batches() that is still open")
+        reducer = session._reducer
+        assert reducer is not None
+        value = float(loss.detach())
+        self._losses[shard] = self._losses.get(shard, 0.0) + value
+        scaled = session._registry.scale_loss(loss)
+        scale = self._scales[shard]
+        if final:
+            reducer.backward_final()
+        (scaled if scale == 1.0 else scaled * scale).backward()
+        if final:
+            self._close_shard()
+
+    def _close_shard(self) -> None:
+        reducer, shard = self._session._reducer, self._shard
+        assert reducer is not None and shard is not None
+        reducer.end_shard()
+        self._open = False
+        self._session._computed(shard, time.monotonic() - self._started_at)
+
+    def record(self, **values: float | Tensor) -> None:
+        """Metrics of the batch at hand; `commit` reports their mean over the global batch."""
+        shard = self.shard
+        for name, value in values.items():
+            self._recorded.setdefault(name, {})[shard] = float(value)
+
+    def commit(
+        self,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        clip_grad_norm: float | None = None,
+        clip_grad_value: float | None = None,
+    ) -> bool:
+        """Make the step history: reduce, vote, update. The optimizers, schedulers and scaler registered are stepped.
+
+        Args:
+            metrics: name → `step.mean_loss`, or a number (its mean over the shards is reported).
+            clip_grad_norm: total norm that the gradients of all registered modules are clipped to.
+            clip_grad_value: bound on each element of the gradients.
+
+        Returns: `self.committed`. After False the loop yields this step again with the shards that are missing.
+        """
+        if self._called and self.committed:
+            raise LoopError(f"step {self.number} is committed already")
+        if self._open or (self._session._todo and not self._session._member.fenced()):
+            raise LoopError(
+                f"step {self.number}: commit() came before all batches of step.batches() were computed "
+                f"(shards {self._session._todo} are left)"
+            )
+        self._called = True
+        self.committed = self._session._commit(self, metrics or {}, (clip_grad_norm, clip_grad_value))
+        return self.committed
+
+    def _must_be_over(self) -> None:
+        if not self._called:
+            raise LoopError(
+                f"the loop went on without step.commit() for step {self.number}; call it once per step, after the "
+                "last batch"
+            )
+        self._called = False
+
+    def _non_finite(self) -> bool:
+        return not all(map(math.isfinite, self._losses.values()))
+
+    def _shard_metrics(self, metrics: Mapping[str, Any]) -> dict[str, dict[int, tuple[float, float]]]:
+        """name → shard → (weight, value), for the shards this replica holds."""
+        held = self._session._member.kept
+        names: dict[str, Mapping[int, float]] = {"loss": self._losses, **self._recorded}
+        for name, value in metrics.items():
+            names[name] = value.by_shard if isinstance(value, ShardMean) else dict.fromkeys(self._losses, float(value))
+        return {
+            name: {s: (self._scales[s], v) for s, v in by_shard.items() if s in held and self._scales[s] > 0.0}
+            for name, by_shard in names.items()
+        }
+
+
+class ShardMean:
+    """A value per logical shard; as a float the mean over the shards this replica has computed."""
+
+    def __init__(self, name: str, by_shard: Mapping[int, float]) -> None:
+        self.name = name
+        self.by_shard = by_shard
+
+    def __float__(self) -> float:
+        values = list(self.by_shard.values())
+        return math.fsum(values) / len(values) if values else math.nan
+
+    def __format__(self, spec: str) -> str:
+        return format(float(self), spec)
+
+    def __repr__(self) -> str:
+        return f"{self.name}={float(self):.6g}"
+
+
+class _Progress:
+    """The session's own state, registered like the user's: which buffers are reduced, where iterable data stand."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def state_dict(self) -> dict[str, Any]:
+        reducer = self._session._reducer
+        assert reducer is not None
+        return {
+            "buffers": sorted(reducer.buffer_set),
+            "positions": {str(k): v for k, v in sorted(self._session._positions.items())},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        reducer, source = self._session._reducer, self._session._source
+        assert reducer is not None and source is not None
+        reducer.buffer_set = frozenset(state["buffers"])
+        self._session._positions = {int(k): v for k, v in state["positions"].items()}
+        source.load_states(self._session._positions)
+

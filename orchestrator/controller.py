@@ -1,0 +1,487 @@
+"""The controller actor: the hands of the core.
+
+One per run; named, detached, restarted by Ray without limit. It turns what happens (connections, messages, Ray's word
+about actors and nodes, users' commands, time) into events for `orchestrator.core`, and performs the commands that come
+back. It decides nothing and holds no tensors. What it must remember over its own death is in its constructor's
+arguments (Ray gives them again) and in the memo that every replica carries for it.
+
+All of it runs in one asyncio loop in a thread of its own, so that a restarted controller is at work before anybody
+calls it. Ray's methods hand over to that loop. Blocking calls (Ray, storage) run in a small thread pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import hmac
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from everstep.actors import wire
+from everstep.errors import ConfigError, EverstepError
+from everstep.orchestrator import connect
+from everstep.orchestrator import events as ev
+from everstep.orchestrator.cluster import ClusterView, cause_of_death, create_replica
+from everstep.orchestrator.connect import error_answer
+from everstep.orchestrator.core import Core, Phase, Settings
+from everstep.orchestrator.core import model as m
+from everstep.orchestrator.eventlog import EventLog
+from everstep.orchestrator.lines import Lines
+from everstep.orchestrator.status import status_of
+from everstep.policies.budget import BudgetLimits, FailureClass
+
+if TYPE_CHECKING:
+    from everstep.orchestrator.config import RunConfig
+
+_log = logging.getLogger(__name__)
+_NODES_EVERY_S = 1.0
+_FLUSH_EVERY_S = 0.5
+_KEEP_EVENTS = 20_000
+_LINGER_S = 30.0
+"""How long an ended run's controller waits for somebody to read the result."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerSpec:
+    """What a controller is made of. Given again by Ray when it restarts it."""
+
+    config: RunConfig
+    token: str
+    """Secret of the run: who does not know it is not talked to."""
+
+
+def settings_of(config: RunConfig) -> Settings:
+    """The core's view of a run's configuration."""
+    scaling, detection, failure = config.scaling, config.detection, config.failure
+    return Settings(
+        run=config.name, min_replicas=scaling.min_replicas, max_replicas=scaling.max_replicas,
+        replicas=scaling.replicas or scaling.max_replicas, spares=scaling.spares,
+        logical_shards=config.batch.logical_shards, heartbeat_s=detection.heartbeat_s,
+        heartbeat_timeout_s=detection.heartbeat_timeout_s, hang_floor_s=detection.hang_floor_s,
+        first_step_s=detection.first_step_s, start_timeout_s=detection.start_timeout_s,
+        park_timeout_s=detection.park_timeout_s, form_timeout_s=detection.form_timeout_s,
+        settle_s=detection.settle_s, adopt_timeout_s=detection.lease_s * 2 / 3,
+        budget=BudgetLimits(
+            process_crash=failure.process_crashes, node_loss=failure.node_losses, preemption=failure.preemptions,
+            network=failure.network, out_of_memory=failure.out_of_memory, unknown=failure.unknown,
+            window_s=failure.window_s, back_off_s=failure.backoff_s, back_off_cap_s=failure.backoff_cap_s,
+        ),
+    )  # fmt: skip
+
+
+class Controller:
+    """See the module. Methods without underscore are what Ray exposes."""
+
+    def __init__(self, spec: ControllerSpec, train: bytes) -> None:
+        """`train`: the user's function, pickled; only replicas open it, so that the controller stays light."""
+        self._spec = spec
+        self._train = train
+        self._config = spec.config
+        self._started_wall, self._started_mono = time.time(), time.monotonic()
+        self._incarnation = time.time_ns()
+        self._core = Core(settings_of(spec.config))
+        self._lines = Lines(self._on_line, self._on_line_lost)
+        self._actors: dict[int, Any] = {}
+        self._watched: set[int] = set()
+        self._events: list[str] = []
+        self._first_event = 0
+        self._news = asyncio.Event()
+        self._unwritten: list[ev.Event] = []
+        self._log = EventLog(spec.config.storage, spec.config.name, incarnation=self._incarnation)
+        self._driver_seen = time.monotonic()
+        self._ready = threading.Event()
+        self._ended_at: float | None = None
+        self._collected = False
+        self._cluster = ClusterView()
+        self._store: Any = None
+        self._pool = concurrent.futures.ThreadPoolExecutor(max_workers=8, thread_name_prefix="everstep-ray")
+        self._slow = concurrent.futures.ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="everstep-storage"
+        )
+        self._loop = asyncio.new_event_loop()
+        self._wake = asyncio.Event()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        restarted = ray.get_runtime_context().was_current_actor_reconstructed
+        self._thread = threading.Thread(
+            target=self._run, args=(restarted,), name="everstep-controller", daemon=True
+        )
+        self._thread.start()
+
+    # ---- what Ray exposes
+
+    async def endpoint(self) -> tuple[str, int]:
+        """Where replicas connect."""
+        await asyncio.to_thread(self._ready.wait, 30.0)
+        return self._lines.address
+
+    async def status(self) -> dict[str, Any]:
+        """A picture of the run; see `orchestrator.status`."""
+        return await self._inside(self._status)
+
+    async def scale(self, n: int, by: str) -> dict[str, Any]:
+        """Wish for `n` replicas."""
+        return await self._inside(lambda: self._scale(n, by))
+
+    async def drain(self, node: str, by: str) -> dict[str, Any]:
+        """Let a node's replicas leave at the next step boundary. `node`: id, prefix of it, host name or address."""
+        return await self._inside(lambda: self._drain(node, by))
+
+    async def stop(self, by: str, now: bool = False) -> dict[str, Any]:
+        """End the run."""
+        return await self._inside(lambda: self._stop(by, now))
+
+    async def events(self, after: int, wait_s: float, driver: bool = False) -> dict[str, Any]:
+        """Events from number `after` on, as JSON lines; waits up to `wait_s` for the first of them."""
+        if driver:
+            self._driver_seen = time.monotonic()
+        return await asyncio.wrap_future(
+            asyncio.run_coroutine_threadsafe(self._events_after(after, min(wait_s, 30.0)), self._loop)
+        )
+
+    async def driver_alive(self) -> bool:
+        """True if a driver has asked for events lately."""
+        return time.monotonic() - self._driver_seen < 10.0
+
+    async def result(self) -> dict[str, Any] | None:
+        """Outcome and numbers of an ended run; None while it goes on. Reading it lets the controller go."""
+        answer = await self._inside(self._result)
+        return answer or None
+
+    # ---- the loop
+
+    def _run(self, restarted: bool) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._main(restarted))
+
+    async def _main(self, restarted: bool) -> None:
+        host = await self._loop.run_in_executor(self._pool, _own_address, self._config.network)
+        await self._lines.start(host)
+        await self._begin(restarted)
+        # torch is needed for the rendezvous store alone; it is imported while the replicas import theirs.
+        self._store, self._core.store = await self._loop.run_in_executor(self._pool, _start_store, host)
+        self._ready.set()
+        self._spawn(self._watch_nodes())
+        self._spawn(self._flush_forever())
+        await self._tick_forever()
+
+    async def _begin(self, restarted: bool) -> None:
+        prefix = connect.replica_name(self._config.name, 0)[:-1]
+        found = await self._loop.run_in_executor(self._pool, _named_replicas, prefix)
+        if not restarted and not found:
+            self._feed(m.Start(incarnation=self._incarnation))
+            self._record(ev.RunStarted(incarnation=self._incarnation, config=self._config.to_dict()))
+            return
+        for replica in found:
+            self._actors[replica] = await self._loop.run_in_executor(
+                self._pool, lambda i=replica: ray.get_actor(f"{prefix}{i}", namespace=connect.NAMESPACE)
+            )
+        self._feed(m.Adopt(incarnation=self._incarnation, replicas=tuple(found)))
+        for replica, actor in self._actors.items():
+            self._watch(replica, actor.watch.remote())
+
+    async def _tick_forever(self) -> None:
+        while self._core.phase is not Phase.ENDED:
+            self._feed(m.Tick())
+            delay = max(self._core.next_deadline_s() - self._now(), 0.005)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), delay)
+            self._wake.clear()
+            self._check_driver()
+        await self._end()
+
+    async def _end(self) -> None:
+        self._ended_at = time.monotonic()
+        for replica in list(self._actors):
+            await self._kill(replica, "the run is over")
+        await self._flush()
+        self._news.set()
+        self._lines.close()
+        while not self._collected and time.monotonic() - self._ended_at < _LINGER_S:
+            self._wake.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), 1.0)
+        await asyncio.sleep(0.2)  # the answer that was collected leaves first
+        os._exit(0) if not await self._exit_for_good() else None
+
+    async def _exit_for_good(self) -> bool:
+        """End this actor so that Ray does not restart it."""
+        own = await self._loop.run_in_executor(
+            self._pool,
+            lambda: ray.get_actor(connect.controller_name(self._config.name), namespace=connect.NAMESPACE),
+        )
+        await self._loop.run_in_executor(self._pool, ray.kill, own)
+        await asyncio.sleep(10.0)
+        return False
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_over)
+
+    def _task_over(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("run %s: a background task failed", self._config.name, exc_info=error)
+
+    def _now(self) -> float:
+        """Wall time at the start plus time elapsed: comparable over restarts, deaf to clock jumps."""
+        return self._started_wall + time.monotonic() - self._started_mono
+
+    # ---- events in, commands out
+
+    def _feed(self, event: m.CoreEvent) -> None:
+        before = self._core.phase
+        for command in self._core.handle(event, self._now()):
+            self._perform(command)
+        if self._core.phase is not before:
+            self._wake.set()
+
+    def _perform(self, command: m.Command) -> None:
+        if isinstance(command, m.Send):
+            self._lines.send(command.replicas, command.message)
+        elif isinstance(command, m.Launch):
+            self._spawn(self._launch(command))
+        elif isinstance(command, m.Kill):
+            self._spawn(self._kill(command.replica, command.reason))
+        else:
+            self._record(command.event)
+
+    def _record(self, event: ev.Event) -> None:
+        stamped = event.stamped(self._now(), self._config.name)
+        self._unwritten.append(stamped)
+        self._events.append(stamped.to_json())
+        if len(self._events) > _KEEP_EVENTS:
+            surplus = len(self._events) - _KEEP_EVENTS
+            del self._events[:surplus]
+            self._first_event += surplus
+        self._news.set()
+
+    async def _launch(self, command: m.Launch) -> None:
+        try:
+            actor, alive = await self._loop.run_in_executor(
+                self._pool,
+                lambda: create_replica(
+                    self._config, command.replica, self._spec.token, self._lines.address, self._train,
+                    command.avoid_nodes,
+                ),
+            )  # fmt: skip
+        except (ValueError, RuntimeError, ray.exceptions.RayError) as error:
+            self._feed(
+                m.ReplicaDied(
+                    replica=command.replica,
+                    cause=f"could not be created: {error}",
+                    failure=FailureClass.UNKNOWN,
+                )
+            )
+            return
+        self._actors[command.replica] = actor
+        self._watch(command.replica, alive)
+        if command.replica not in self._core.replicas or self._core.phase is Phase.ENDED:
+            await self._kill(command.replica, "not needed any more")  # it was let go while it was created
+
+    def _watch(self, replica: int, reference: Any) -> None:
+        """Learn of its death from the call that never returns."""
+        self._watched.add(replica)
+
+        def over(future: concurrent.futures.Future[Any]) -> None:
+            error = future.exception()
+            with contextlib.suppress(RuntimeError):  # our loop is closed: nothing to learn any more
+                self._loop.call_soon_threadsafe(self._actor_over, replica, error)
+
+        reference.future().add_done_callback(over)
+
+    def _actor_over(self, replica: int, error: BaseException | None) -> None:
+        self._actors.pop(replica, None)
+        self._watched.discard(replica)
+        if self._core.phase is Phase.ENDED:
+            return
+        cause, failure = cause_of_death(error)
+        self._feed(m.ReplicaDied(replica=replica, cause=cause, failure=failure))
+
+    async def _kill(self, replica: int, reason: str) -> None:
+        actor = self._actors.get(replica)
+        if actor is None:
+            return
+        _log.info("run %s: ending replica %s: %s", self._config.name, replica, reason)
+        with contextlib.suppress(ray.exceptions.RayError):
+            await self._loop.run_in_executor(self._pool, lambda: ray.kill(actor, no_restart=True))
+
+    # ---- replicas' connections
+
+    def _on_line(self, replica: int | None, message: wire.Message) -> int | None:
+        """A message came. Returns the replica's id for a good first message, None to hang up."""
+        if replica is None:
+            return self._admit(message)
+        if isinstance(message, wire.Stacks):
+            _log.warning("run %s: stacks of replica %s:\n%s", self._config.name, replica, message.text)
+        if getattr(message, "replica", replica) != replica:
+            return None
+        self._feed(message)
+        return replica
+
+    def _admit(self, message: wire.Message) -> int | None:
+        if not isinstance(message, wire.Hello) or message.run != self._config.name:
+            return None
+        if not hmac.compare_digest(message.token.encode(), self._spec.token.encode()):
+            return None
+        return message.replica
+
+    def _on_line_lost(self, replica: int) -> None:
+        known = self._core.replicas.get(replica)
+        if known is not None and self._core.phase is not Phase.ENDED:
+            self._spawn(self._probe(replica, known.transfer))
+
+    async def _probe(self, replica: int, address: tuple[str, int]) -> None:
+        """Its connection ended. If its host refuses another one, the process is gone: no need to wait for a timeout."""
+        refused = False
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(*address), 1.0)
+            writer.close()
+        except ConnectionRefusedError:
+            refused = True
+        except (OSError, TimeoutError):
+            pass  # unreachable: heartbeats and Ray will tell
+        self._feed(m.LinkLost(replica=replica, refused=refused))
+
+    # ---- the cluster
+
+    async def _watch_nodes(self) -> None:
+        while self._core.phase is not Phase.ENDED:
+            change = await self._loop.run_in_executor(self._pool, self._cluster.look)
+            for node, deadline_s in change.draining:
+                self._feed(m.Drain(node=node, by="the cluster", deadline_s=deadline_s))
+            for node in change.gone:
+                self._feed(m.NodeGone(node=node))
+            await asyncio.sleep(_NODES_EVERY_S)
+
+    # ---- storage and readers
+
+    async def _flush_forever(self) -> None:
+        while self._core.phase is not Phase.ENDED:
+            await asyncio.sleep(_FLUSH_EVERY_S)
+            await self._flush()
+
+    async def _flush(self) -> None:
+        batch, self._unwritten = self._unwritten, []
+        try:
+            await self._loop.run_in_executor(self._slow, self._write, batch)
+        except Exception as error:  # any store's error: the events stay in memory and are tried again
+            _log.warning(
+                "run %s: events could not be written to %s: %s",
+                self._config.name,
+                self._config.storage,
+                error,
+            )
+
+    def _write(self, batch: list[ev.Event]) -> None:
+        """In the storage thread, the only one that touches the log."""
+        self._log.add(*batch)
+        self._log.flush()
+
+    async def _events_after(self, after: int, wait_s: float) -> dict[str, Any]:
+        deadline = time.monotonic() + wait_s
+        while self._first_event + len(self._events) <= after and self._ended_at is None:
+            rest = deadline - time.monotonic()
+            if rest <= 0:
+                break
+            self._news.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), rest)
+        start = max(after - self._first_event, 0)
+        batch = self._events[start : start + 2000]
+        following = self._first_event + start + len(batch)
+        ended = self._ended_at is not None and following >= self._first_event + len(self._events)
+        return {"events": batch, "next": following, "ended": ended}
+
+    def _check_driver(self) -> None:
+        grace = self._config.detection.driver_grace_s
+        if grace is not None and time.monotonic() - self._driver_seen > grace:
+            self._feed(m.Stop(by=f"the controller: no driver for {grace:g} s", now=True))
+
+    # ---- commands
+
+    async def _inside(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Run in the controller's loop; errors of the family become answers."""
+
+        async def call() -> dict[str, Any]:
+            try:
+                return work()
+            except EverstepError as error:
+                return error_answer(error)
+
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), self._loop))
+
+    def _status(self) -> dict[str, Any]:
+        return status_of(self._core, self._config, self._now(), self._started_wall)
+
+    def _scale(self, n: int, by: str) -> dict[str, Any]:
+        limits = self._config.scaling
+        if not limits.min_replicas <= n <= limits.max_replicas:
+            raise ConfigError(
+                f"scale to {n}: run {self._config.name!r} takes {limits.min_replicas} to {limits.max_replicas} "
+                "replicas (ScalingConfig.min_replicas, max_replicas)"
+            )
+        before = self._core.target
+        if n != before:
+            self._feed(m.Scale(replicas=n, by=by))
+        return {"run": self._config.name, "before": before, "target": n, "world_size": self._world_size()}
+
+    def _drain(self, node: str, by: str) -> dict[str, Any]:
+        matches = self._cluster.find(node)
+        if len(matches) != 1:
+            known = ", ".join(self._cluster.names()) or "none"
+            what = "matches no node" if not matches else f"matches {len(matches)} nodes"
+            raise ConfigError(f"drain: {node!r} {what} of the cluster; nodes: {known}")
+        self._feed(m.Drain(node=matches[0], by=by))
+        there = [r.replica for r in self._core.replicas.values() if r.node == matches[0]]
+        return {"run": self._config.name, "node": matches[0], "replicas": there}
+
+    def _stop(self, by: str, now: bool) -> dict[str, Any]:
+        self._feed(m.Stop(by=by, now=now))
+        return {"run": self._config.name, "step": self._core.step}
+
+    def _world_size(self) -> int:
+        return len(self._core.generation.members) if self._core.generation else 0
+
+    def _result(self) -> dict[str, Any]:
+        if self._ended_at is None:
+            return {}
+        core = self._core
+        self._collected = True
+        self._wake.set()
+        return {
+            "run": self._config.name, "outcome": core.outcome, "reason": core.reason, "steps": core.step,
+            "metrics": core.metrics, "value": core.value, "digest": core.digest,
+            "generations": core.counts["generations"], "buckets": dict(core.clock.seconds),
+        }  # fmt: skip
+
+
+def _own_address(network: str | None) -> str:
+    from everstep.actors.address import address_in
+
+    return address_in(network) or ray.util.get_node_ip_address()
+
+
+def _start_store(host: str) -> tuple[Any, tuple[str, int]]:
+    from everstep.actors.groups import StoreServer
+
+    server = StoreServer(host)
+    return server, (host, server.port)
+
+
+def _named_replicas(prefix: str) -> list[int]:
+    """Ids of the run's replicas that exist on the cluster."""
+    named = ray.util.list_named_actors(all_namespaces=True)
+    ids = [
+        a["name"][len(prefix) :] for a in named
+        if a["namespace"] == connect.NAMESPACE and a["name"].startswith(prefix)
+    ]  # fmt: skip
+    return sorted(int(i) for i in ids if i.isdigit())

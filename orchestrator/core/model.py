@@ -1,0 +1,243 @@
+"""Words of the controller's core: settings, phases, what it is told and what it orders.
+
+Used by `machine` and `membership`, by the controller actor which translates, and by tests. Holds no logic but the
+table of legal phase changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from everstep.actors import wire
+from everstep.orchestrator.events import Event
+from everstep.policies.budget import BudgetLimits, FailureClass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the core needs to know of the run's configuration. Times in seconds."""
+
+    run: str = "run"
+    min_replicas: int = 1
+    max_replicas: int = 1
+    replicas: int = 1
+    spares: int = 0
+    logical_shards: int = 1
+    heartbeat_s: float = 0.5
+    heartbeat_timeout_s: float = 5.0
+    hang_floor_s: float = 10.0
+    first_step_s: float = 300.0
+    start_timeout_s: float = 300.0
+    park_timeout_s: float = 5.0
+    form_timeout_s: float = 10.0
+    settle_s: float = 2.0
+    adopt_timeout_s: float = 20.0
+    end_timeout_s: float = 10.0
+    max_fruitless_recoveries: int = 10
+    """Re-forms after failures without a new step between them before the run gives up."""
+    budget: BudgetLimits = field(default_factory=BudgetLimits)
+
+
+class Phase(StrEnum):
+    """Where the run stands."""
+
+    ADOPTING = "adopting"
+    """The controller came back and waits to hear from the replicas that were there."""
+    GATHERING = "gathering"
+    """No live generation: waiting for enough replicas. Survivors keep their state."""
+    RUNNING = "running"
+    """A generation trains."""
+    PAUSING = "pausing"
+    """A change is wanted: the members were asked to park at the next step boundary."""
+    PARKING = "parking"
+    """Something failed: the members were told to abort; waiting for their reports."""
+    FORMING = "forming"
+    """The next generation was sent out; waiting until its connections stand."""
+    ENDING = "ending"
+    """The outcome is known; waiting until every replica is gone."""
+    ENDED = "ended"
+
+
+TRANSITIONS: dict[Phase, frozenset[Phase]] = {
+    Phase.ADOPTING: frozenset({Phase.RUNNING, Phase.PARKING, Phase.GATHERING, Phase.ENDING}),
+    Phase.GATHERING: frozenset({Phase.FORMING, Phase.ENDING}),
+    Phase.RUNNING: frozenset({Phase.PAUSING, Phase.PARKING, Phase.ENDING}),
+    Phase.PAUSING: frozenset({Phase.PARKING, Phase.FORMING, Phase.GATHERING, Phase.ENDING}),
+    Phase.PARKING: frozenset({Phase.FORMING, Phase.GATHERING, Phase.ENDING}),
+    Phase.FORMING: frozenset({Phase.RUNNING, Phase.PARKING, Phase.ENDING}),
+    Phase.ENDING: frozenset({Phase.ENDED}),
+    Phase.ENDED: frozenset(),
+}
+"""Every legal change of phase. `diagram()` draws it for the documentation."""
+
+
+def diagram() -> str:
+    """The table as a Mermaid state diagram."""
+    lines = ["stateDiagram-v2", f"    [*] --> {Phase.GATHERING}", f"    [*] --> {Phase.ADOPTING}"]
+    lines += [f"    {a} --> {b}" for a, to in TRANSITIONS.items() for b in sorted(to)]
+    return "\n".join([*lines, f"    {Phase.ENDED} --> [*]"])
+
+
+class ReplicaState(StrEnum):
+    """Where one replica stands, as the controller knows it."""
+
+    LAUNCHED = "launched"
+    """The actor was created; its process may still wait for room on the cluster."""
+    WARMING = "warming"
+    """Its process runs and builds the model."""
+    READY = "ready"
+    """Warm, waiting to be taken into a generation."""
+    MEMBER = "member"
+    """In the current generation."""
+    PARKED = "parked"
+    """Out of any generation, but holding state of the run."""
+    RELEASED = "released"
+    """Told to leave."""
+
+
+IN_POOL = frozenset(state for state in ReplicaState if state is not ReplicaState.RELEASED)
+"""Counts towards the wished number."""
+LIVE_PHASES = frozenset({Phase.RUNNING, Phase.PAUSING, Phase.PARKING, Phase.FORMING})
+"""There is a generation that is not over."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Replica:
+    """The controller's view of one replica."""
+
+    replica: int
+    state: ReplicaState
+    since_s: float
+    node: str = ""
+    host: str = ""
+    pid: int = 0
+    transfer: tuple[str, int] = ("", 0)
+    digest: str = ""
+    """Hash of the state it initialized itself with."""
+    status: wire.Status = field(default_factory=wire.Status)
+    heard_s: float = 0.0
+    phase: str = ""
+    progress: int = 0
+    moved_s: float = 0.0
+    """When `progress` last changed."""
+    compute_s: float = 0.0
+    leaving: str = ""
+    """Why it should leave at the next boundary; empty if it should stay."""
+    finished: bool = False
+
+
+# ---- what the core is told, besides the replicas' own messages (`actors.wire`)
+
+
+class ClusterEvent:
+    """Base of everything that did not come from a replica."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start(ClusterEvent):
+    """A new run begins."""
+
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adopt(ClusterEvent):
+    """The controller came back; these replicas exist on the cluster."""
+
+    incarnation: int
+    replicas: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick(ClusterEvent):
+    """Time has passed. Due whenever `Core.next_deadline_s()` is reached; harmless at any moment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkLost(ClusterEvent):
+    """A replica's control connection closed. `refused`: its host answers, its process is gone."""
+
+    replica: int
+    refused: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaDied(ClusterEvent):
+    """Ray, or the failure to create it, says that a replica is dead for good."""
+
+    replica: int
+    cause: str
+    failure: FailureClass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale(ClusterEvent):
+    """The user wants this many replicas (already checked against the limits)."""
+
+    replicas: int
+    by: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drain(ClusterEvent):
+    """Replicas on this node shall leave at the next step boundary, and none be started there."""
+
+    node: str
+    by: str
+    deadline_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeGone(ClusterEvent):
+    """Ray says that a node is dead."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop(ClusterEvent):
+    """End the run: at the next step boundary, or at once."""
+
+    by: str
+    now: bool = False
+
+
+# ---- what the core orders
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """Create a replica, not on these nodes."""
+
+    replica: int
+    avoid_nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """End a replica's process, whatever it does."""
+
+    replica: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    """Send one message to these replicas."""
+
+    replicas: tuple[int, ...]
+    message: wire.Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emit:
+    """Write an event to the run's record."""
+
+    event: Event
+
+
+Command = Launch | Kill | Send | Emit
+CoreEvent = ClusterEvent | wire.Message
