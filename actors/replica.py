@@ -77,7 +77,6 @@ class Replica:
             heartbeat_s=detection.heartbeat_s, form_timeout_s=detection.form_timeout_s,
             on_release=self._released,
         )  # fmt: skip
-        self._over = threading.Event()
         self._lease.renew()
         self._member.start()
 
@@ -130,12 +129,10 @@ class Replica:
         timer.start()
 
     def _leave(self) -> None:
-        self._over.set()
+        """`live` returns, which tells the controller, and it ends the process. Should there be no controller any more,
+        the lease does, which nobody renews from here on."""
         self._member.close()
         self._server.close()
-        self._lease.cancel()
-        # Not ray.actor.exit_actor(): it waits for the control store, which may be what is gone.
-        os._exit(0)
 
     def _locate(self) -> tuple[str, int] | None:
         endpoint, self._first_endpoint = self._first_endpoint, None

@@ -18,6 +18,7 @@ through `actors.member`.
 from __future__ import annotations
 
 import base64
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,8 +28,8 @@ import torch
 from torch import Tensor
 
 from everstep.actors import wire
-from everstep.actors.data import ShardSource, make_source
-from everstep.actors.data_iterable import seed_generators
+from everstep.actors.data import MapSource, ShardSource, make_source
+from everstep.actors.data_common import seed_generators
 from everstep.actors.member import Member, Order
 from everstep.actors.reduction import Reducer
 from everstep.actors.registry import Registry
@@ -256,8 +257,10 @@ class Session:
 
     def _fetch_state(self, generation: wire.Generation, order: Order) -> None:
         self._member.moved("fetch")
-        if self._fetch is None or self._fetch.version != generation.version:
+        if self._fetch is None:
             self._fetch = Fetch(generation.version, self._registry.state, self._member.identity.token.encode())
+        elif self._fetch.version != generation.version:
+            self._fetch.retarget(generation.version)
         sources = [a for a in generation.sources if a != self._member.identity.transfer]
         result = self._fetch.run(sources, order.cancel, _FETCH_DEADLINE_S)
         self._fetch.load()
@@ -339,6 +342,7 @@ class Session:
         self._reducer.flush()
         self._reducer.wait()
         self._reducer.reduce_buffers()
+        self._share_positions()
         while True:
             self._member.reduction_complete()
             bits = self._reducer.vote_bits()
@@ -353,6 +357,26 @@ class Session:
             # A buffer was written to for the first time: reduce it too, and vote again.
             self._reducer.grow(summed)
             self._reducer.reduce_buffers()
+
+    def _share_positions(self) -> None:
+        """For iterable datasets: everyone learns where every shard's iterator stood after the last committed step, so
+        that whoever takes a shard over reads a step again at most, not the whole stream."""
+        assert self._source is not None and self._group is not None
+        if isinstance(self._source, MapSource):
+            return
+        mine = json.dumps({str(k): v for k, v in self._source.states().items()}).encode()
+        sizes = torch.zeros(self._group.world_size, dtype=torch.int64, device=self.device)
+        sizes[self._group.rank] = len(mine)
+        self._group.all_reduce(sizes)
+        longest = int(sizes.max())
+        padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
+        padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        rows = padded.new_zeros(longest * self._group.world_size)
+        self._group.all_gather(rows, padded)
+        for row, size in zip(rows.cpu().view(-1, longest), sizes.tolist(), strict=True):
+            theirs = json.loads(row[:size].numpy().tobytes())
+            self._positions.update({int(k): v for k, v in theirs.items()})
+        self._source.load_states(self._positions)
 
     def _vote(self, vote: Tensor) -> Tensor:
         assert self._group is not None
@@ -448,7 +472,10 @@ class Step:
             batch = source.get(self.number, shard)
             self._shard, self._open = shard, True
             self._scales[shard] = scale
-            seed_generators(shard_seed(session.seed, self.number, shard))
+            seed = shard_seed(session.seed, self.number, shard)
+            seed_generators(seed)
+            if session.device.type == "cuda":
+                torch.cuda.manual_seed(seed)
             reducer.begin_shard(shard, last=not session._todo, scale=scale)
             self._started_at = time.monotonic()
             if batch is None:  # no sample of this step falls into the shard

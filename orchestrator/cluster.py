@@ -56,6 +56,10 @@ def create_replica(
     return actor, actor.live.remote(train)
 
 
+# Ray's own words. They also mention the OOM killer for every SIGKILL, so that one proves nothing.
+_NODE_DIED = ("node has died", "node died", "node was dead", "node is dead", "because its node", "node failure")
+
+
 def cause_of_death(error: BaseException | None) -> tuple[str, FailureClass]:
     """What Ray's error on the never-finishing call means, in words and as a class of the failure budget."""
     if error is None:
@@ -63,13 +67,9 @@ def cause_of_death(error: BaseException | None) -> tuple[str, FailureClass]:
     text = " ".join(str(error).split())
     if getattr(error, "preempted", False):
         return "its node was drained and preempted", FailureClass.PREEMPTION
-    if isinstance(error, ray.exceptions.OutOfMemoryError) or "OutOfMemory" in text or "OOM" in text:
-        return "killed for memory", FailureClass.OUT_OF_MEMORY
-    if (
-        "node" in text.lower()
-        and ("died" in text.lower() or "dead" in text.lower())
-        and _says_node_died(text)
-    ):
+    if isinstance(error, ray.exceptions.OutOfMemoryError):
+        return "killed by Ray's memory monitor", FailureClass.OUT_OF_MEMORY
+    if any(phrase in text.lower() for phrase in _NODE_DIED):
         return "its node died", FailureClass.NODE_LOSS
     if isinstance(error, ray.exceptions.RayTaskError):
         return f"it raised {text[-300:]}", FailureClass.UNKNOWN
@@ -78,21 +78,6 @@ def cause_of_death(error: BaseException | None) -> tuple[str, FailureClass]:
     if "creation task" in text.lower():
         return f"its process could not start: {text[-300:]}", FailureClass.UNKNOWN
     return "its process was killed or crashed", FailureClass.PROCESS_CRASH
-
-
-def _says_node_died(text: str) -> bool:
-    lowered = text.lower()
-    return any(
-        phrase in lowered
-        for phrase in (
-            "node has died",
-            "node died",
-            "node was dead",
-            "because its node",
-            "node is dead",
-            "owner's node",
-        )
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

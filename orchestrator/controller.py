@@ -19,6 +19,7 @@ import logging
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -90,7 +91,6 @@ class Controller:
         self._core = Core(settings_of(spec.config))
         self._lines = Lines(self._on_line, self._on_line_lost)
         self._actors: dict[int, Any] = {}
-        self._watched: set[int] = set()
         self._events: list[str] = []
         self._first_event = 0
         self._news = asyncio.Event()
@@ -109,7 +109,9 @@ class Controller:
         self._loop = asyncio.new_event_loop()
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
-        restarted = ray.get_runtime_context().was_current_actor_reconstructed
+        with warnings.catch_warnings():  # Ray's own use of a deprecated name
+            warnings.simplefilter("ignore")
+            restarted = ray.get_runtime_context().was_current_actor_reconstructed
         self._thread = threading.Thread(
             target=self._run, args=(restarted,), name="everstep-controller", daemon=True
         )
@@ -159,7 +161,11 @@ class Controller:
 
     def _run(self, restarted: bool) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._main(restarted))
+        try:
+            self._loop.run_until_complete(self._main(restarted))
+        except BaseException:  # the supervisor: a controller without its loop would be deaf, a new one is not
+            _log.exception("run %s: the controller failed; Ray restarts it", self._config.name)
+            os._exit(1)
 
     async def _main(self, restarted: bool) -> None:
         host = await self._loop.run_in_executor(self._pool, _own_address, self._config.network)
@@ -289,7 +295,6 @@ class Controller:
 
     def _watch(self, replica: int, reference: Any) -> None:
         """Learn of its death from the call that never returns."""
-        self._watched.add(replica)
 
         def over(future: concurrent.futures.Future[Any]) -> None:
             error = future.exception()
@@ -299,8 +304,10 @@ class Controller:
         reference.future().add_done_callback(over)
 
     def _actor_over(self, replica: int, error: BaseException | None) -> None:
-        self._actors.pop(replica, None)
-        self._watched.discard(replica)
+        if error is None:  # the call returned: the replica has nothing to do any more, but its process lives
+            self._spawn(self._kill(replica, "it has left the run"))
+        else:
+            self._actors.pop(replica, None)
         if self._core.phase is Phase.ENDED:
             return
         cause, failure = cause_of_death(error)
@@ -471,9 +478,9 @@ def _own_address(network: str | None) -> str:
 
 
 def _start_store(host: str) -> tuple[Any, tuple[str, int]]:
-    from everstep.actors.groups import StoreServer
+    from everstep.actors.groups import RendezvousServer
 
-    server = StoreServer(host)
+    server = RendezvousServer(host)
     return server, (host, server.port)
 
 

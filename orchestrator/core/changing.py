@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from everstep.actors import wire
 from everstep.orchestrator import events
-from everstep.orchestrator.core import ending, failing
+from everstep.orchestrator.core import ending, failing, forming
 from everstep.orchestrator.core import model as m
 from everstep.orchestrator.core.model import Phase, ReplicaState
 from everstep.orchestrator.core.state import RunState
@@ -14,16 +14,20 @@ def on_scale(run: RunState, event: m.Scale) -> None:
     run.target = event.replicas
     run.emit(events.ScaleRequested(replicas=event.replicas, by=event.by))
     shrink_pool(run)
+    run.account()
     run.spread_memo()
 
 
 def shrink_pool(run: RunState) -> None:
     """More processes than wished: those not needed go, the least useful first; members at the next boundary."""
-    wanted = run.target + run.settings.spares
+    surplus = run.pool_size() - run.target - run.settings.spares
     for state in (ReplicaState.LAUNCHED, ReplicaState.WARMING, ReplicaState.READY):
         for replica in reversed(run.by_state(state)):
-            if run.pool_size() > wanted:
+            if surplus <= 0:
+                return
+            if not replica.leaving:
                 ending.release(run, replica, "scaled down")
+                surplus -= 1
 
 
 def on_drain(run: RunState, event: m.Drain) -> None:
@@ -43,56 +47,57 @@ def on_leaving(run: RunState, event: wire.Leaving) -> None:
     replica = run.replicas.get(event.replica)
     if replica is None or replica.state is ReplicaState.RELEASED:
         return
-    run.mark_leaving(replica, event.reason)
+    run.mark_leaving(replica, event.reason or "it asked to leave")
     if replica.state in (ReplicaState.LAUNCHED, ReplicaState.WARMING, ReplicaState.READY):
-        ending.release(run, replica, event.reason)
+        ending.release(run, replica, replica.leaving)
 
 
 def consider_change(run: RunState) -> None:
-    """In RUNNING: is another membership wanted, and is now the moment?"""
+    """While a generation trains: is it over, or is another membership wanted, and is now the moment?"""
     if run.all_finished():
         ending.finish(run)
         return
-    if run.all_done() or run.generation is None:
+    generation = run.generation
+    assert generation is not None
+    if run.reached > generation.step and (run.fetching or run.kept_sources):
+        forming.all_fetched(run)  # it has committed a step, so everybody had the state
+    if run.all_done() or run.phase is not Phase.RUNNING:
         return
     cause = change_wanted(run)
     if cause:
         run.wish = ""
         failing.open_reform(run, cause, None, planned=True)
-        if run.phase is not Phase.RUNNING:
-            return
         run.enter(Phase.PAUSING)
-        run.awaited = set(run.generation.members)
-        run.send(
-            run.generation.members,
-            wire.Pause(generation=run.generation.number, incarnation=run.incarnation),
-        )
+        members = tuple(run.index[ReplicaState.MEMBER])
+        run.awaited = set(members)
+        run.send(members, wire.Pause(generation=generation.number, incarnation=run.incarnation))
 
 
 def change_wanted(run: RunState) -> str:
-    assert run.generation is not None
+    """Why the membership should change, or nothing. Costs no more than a glance at the counts, usually."""
     if run.stop_wanted:
         return run.stop_wanted
-    members = [run.replicas[i] for i in run.generation.members if i in run.replicas]
-    staying = [r for r in members if not r.leaving]
-    ready = [r for r in run.by_state(ReplicaState.READY) if not r.leaving]
-    enough = len(staying) + len(ready) >= run.settings.min_replicas and bool(staying or ready)
-    if len(staying) < len(members) and enough:
-        return next(r.leaving for r in members if r.leaving)
-    if len(staying) > run.target:
+    members, ready = run.index[ReplicaState.MEMBER], run.index[ReplicaState.READY]
+    num_staying, num_ready = len(members), len(ready)
+    if run.num_leaving:
+        leaving = [r.leaving for r in members.values() if r.leaving]
+        num_staying -= len(leaving)
+        num_ready -= sum(bool(r.leaving) for r in ready.values())
+        if leaving and num_staying + num_ready >= max(run.settings.min_replicas, 1):
+            return leaving[0]
+    if num_staying > run.target:
         return f"scaled from {len(members)} to {run.target}"
-    if ready and len(staying) < run.target:
-        if more_are_coming(run, len(staying) + len(ready)):
+    if num_ready and num_staying < run.target:
+        if more_are_coming(run, num_staying + num_ready):
             return ""
-        return f"{min(len(ready), run.target - len(staying))} joined"
+        return f"{min(num_ready, run.target - num_staying)} joined"
     run.join_since = None
     return run.wish
 
 
 def more_are_coming(run: RunState, have: int) -> bool:
     """Joiners that warm up at this moment are waited for (not for long), so that all enter in one re-form."""
-    warming = bool(run.by_state(ReplicaState.WARMING))
-    if have >= run.target or not warming:
+    if have >= run.target or not run.index[ReplicaState.WARMING]:
         run.join_since = None
         return False
     run.join_since = run.now if run.join_since is None else run.join_since

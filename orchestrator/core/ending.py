@@ -5,20 +5,24 @@ from __future__ import annotations
 from everstep.actors import wire
 from everstep.orchestrator import events
 from everstep.orchestrator.core import model as m
-from everstep.orchestrator.core.model import Phase, ReplicaState
+from everstep.orchestrator.core import training
+from everstep.orchestrator.core.model import OVER, Phase, ReplicaState
 from everstep.orchestrator.core.state import RunState
 
 
 def end(run: RunState, outcome: str, reason: str) -> None:
-    if run.phase in (Phase.ENDING, Phase.ENDED):
+    if run.phase in OVER:
         return
+    training.fill_gap(run)
     run.outcome, run.reason = outcome, reason
-    close_reform(run)
+    training.close_reform(run)
     run.enter(Phase.ENDING)
     run.emit(
         events.RunEnded(outcome=outcome, step=run.step, reason=reason, buckets=run.clock.read(run.now))
     )
+    run.awaited, run.fetching = set(), set()
     run.deadline = run.now + run.settings.end_timeout_s
+    run.spread_memo()  # the outcome outlives this controller as long as any replica does
     for replica in list(run.replicas.values()):
         release(run, replica, reason or outcome)
 
@@ -43,14 +47,26 @@ def release(run: RunState, replica: m.Replica, reason: str) -> None:
 
 
 def kill(run: RunState, replica: m.Replica, reason: str) -> None:
+    replica.num_kills += 1
     run.out.append(m.Kill(replica=replica.replica, reason=reason))
+
+
+def force(run: RunState) -> None:
+    """The run is over and some are still there: end them; who was ended before and still is there is left to its
+    lease, because nobody can reach it."""
+    for replica in list(run.replicas.values()):
+        killed_before = replica.num_kills > 0
+        kill(run, replica, "the run is over")
+        if killed_before:
+            run.remove(replica)
+    run.deadline = run.now + run.settings.end_timeout_s
 
 
 def on_finished(run: RunState, event: wire.Finished) -> None:
     replica = run.replicas.get(event.replica)
-    if replica is None:
+    if replica is None or replica.state not in (ReplicaState.MEMBER, ReplicaState.PARKED):
         return
-    replica.finished = True
+    run.mark_finished(replica, True)
     replica.status = wire.Status(
         generation=run.number, applied=event.applied, fresh=False, done=True, vote=replica.status.vote
     )
@@ -61,27 +77,10 @@ def on_finished(run: RunState, event: wire.Finished) -> None:
 
 
 def on_stop(run: RunState, event: m.Stop) -> None:
-    if run.phase in (Phase.ENDING, Phase.ENDED):
-        return
     run.emit(events.StopRequested(by=event.by, now=event.now))
     reason = f"stopped by {event.by}"
-    if event.now or run.phase is not Phase.RUNNING:
-        if not event.now and run.phase in (Phase.PAUSING, Phase.PARKING, Phase.FORMING):
-            run.stop_wanted = reason
-            return
+    if event.now:
         end(run, "stopped", reason)
-        return
-    run.stop_wanted = reason
-
-
-def close_reform(run: RunState) -> None:
-    """The first commit of the new generation ends the story of how it came about."""
-    if run.reform is None or run.phase not in (Phase.RUNNING, Phase.FORMING):
-        return
-    if not run.reform.connected_s:
-        run.reform.connected_s = run.now
-    run.last_recovery = run.reform.closed(run.now)
-    run.counts["recoveries"] += not run.reform.planned
-    run.emit(run.last_recovery)
-    run.reform = None
-    run.clock.switch(run.bucket(), run.now)
+    else:  # at the next boundary, or at once where nothing trains
+        run.stop_wanted = run.stop_wanted or reason
+        run.spread_memo()

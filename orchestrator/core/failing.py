@@ -2,49 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from everstep.actors import wire
 from everstep.orchestrator import events
 from everstep.orchestrator.core import ending, forming, training
 from everstep.orchestrator.core import model as m
 from everstep.orchestrator.core.accounts import Reform
-from everstep.orchestrator.core.model import LIVE_PHASES, Phase, ReplicaState
+from everstep.orchestrator.core.model import LIVE_PHASES, OVER, Phase, ReplicaState
 from everstep.orchestrator.core.state import RunState
 from everstep.policies.budget import FailureClass
 from everstep.policies.seeds import derive_seed
 
+_MAX_CHARGED = 64
+
 
 def on_fault(run: RunState, event: wire.Fault) -> None:
-    generation = run.generation
+    generation, replica = run.generation, run.replicas.get(event.replica)
     if generation is None or event.generation != generation.number or run.phase not in LIVE_PHASES:
         return
-    if run.phase is not Phase.PARKING:
-        park(run, f"collective failed on replica {event.replica}: {event.error[:200]}", None, planned=False)
+    if replica is None or replica.state is not ReplicaState.MEMBER or run.phase is Phase.PARKING:
+        return
+    park(run, f"collective failed on replica {event.replica}: {event.error[:200]}", None, planned=False)
 
 
 def on_link_lost(run: RunState, event: m.LinkLost) -> None:
     replica = run.replicas.get(event.replica)
-    if replica is None or not event.refused:
-        return
-    if replica.state is not ReplicaState.RELEASED:
-        run.unexplained[event.replica] = (run.now, replica.node)
-    lose(run, replica, "process gone: its host refuses the connection", None)
+    if replica is not None and event.refused:
+        lose(run, replica, "process gone: its host refuses the connection", None)
 
 
 def on_died(run: RunState, event: m.ReplicaDied) -> None:
     replica = run.replicas.get(event.replica)
     if replica is not None:
-        failure = FailureClass.PREEMPTION if "drained" in replica.leaving else event.failure
-        lose(run, replica, event.cause, failure)
+        lose(run, replica, event.cause, event.failure)
     elif event.replica in run.unexplained:
-        _, node = run.unexplained.pop(event.replica)
-        charge(run, event.failure, event.replica, event.cause)
-        run.emit(
-            events.ReplicaLost(
-                replica=event.replica, node=node, cause=event.cause, failure_class=event.failure.value
-            )
-        )
+        gone = run.unexplained.pop(event.replica)
         if run.reform is not None and run.reform.replica == event.replica:
-            run.reform.cause = event.cause
+            run.reform.cause = f"replica {event.replica} lost: {event.cause}"
+        tell_loss(run, event.replica, gone, event.cause, event.failure)
 
 
 def on_node_gone(run: RunState, event: m.NodeGone) -> None:
@@ -56,39 +52,66 @@ def on_node_gone(run: RunState, event: m.NodeGone) -> None:
 def lose(run: RunState, replica: m.Replica, cause: str, failure: FailureClass | None) -> None:
     """A replica is out for good. `failure` None: Ray will say later what it was."""
     run.remove(replica)
+    if run.phase in OVER:
+        return
     if replica.state is ReplicaState.RELEASED:
         run.emit(events.ReplicaReleased(replica=replica.replica, node=replica.node, reason=replica.leaving))
         return
-    if run.phase is Phase.ENDING or replica.finished:
+    if not replica.finished:
+        newcomer = replica.state not in (ReplicaState.MEMBER, ReplicaState.PARKED)
+        gone = m.Vanished(
+            since_s=run.now, node=replica.node, newcomer=newcomer, announced=bool(replica.leaving),
+            broken=run.number if replica.state is ReplicaState.MEMBER else 0,
+        )  # fmt: skip
+        if failure is None:
+            run.unexplained[replica.replica] = gone
+        else:
+            tell_loss(run, replica.replica, gone, cause, failure)
+    member_lost(run, replica, replica.state, cause)
+
+
+def tell_loss(run: RunState, replica: int, gone: m.Vanished, cause: str, failure: FailureClass) -> None:
+    """It is known why: record it, and charge it. Whose leaving was announced was preempted, however it ended."""
+    if run.phase in OVER:
         return
-    if failure is not None:
-        run.emit(
-            events.ReplicaLost(
-                replica=replica.replica, node=replica.node, cause=cause, failure_class=failure.value
-            )
-        )
-        charge(run, failure, replica.replica, cause)
-    if replica.state in (ReplicaState.MEMBER, ReplicaState.PARKED):
-        member_lost(run, replica, cause)
+    if gone.announced:
+        failure = FailureClass.PREEMPTION
+    run.emit(
+        events.ReplicaLost(replica=replica, node=gone.node, cause=cause, failure_class=failure.value)
+    )
+    if gone.broken:
+        key = (gone.broken, failure.value)
+        if key in run.charged:
+            return
+        run.charged[key] = None
+        if len(run.charged) > _MAX_CHARGED:
+            del run.charged[next(iter(run.charged))]
+    charge(run, failure, replica, cause, newcomer=gone.newcomer)
 
 
-def member_lost(run: RunState, replica: m.Replica, cause: str) -> None:
-    run.awaited.discard(replica.replica)
-    run.fetching.discard(replica.replica)
-    if run.phase in (Phase.RUNNING, Phase.PAUSING, Phase.FORMING):
-        if replica.state is ReplicaState.MEMBER:
-            park(run, f"replica {replica.replica} lost: {cause}", replica, planned=False)
-    elif run.phase is Phase.PARKING and not run.awaited:
-        decide_parked(run)
-
-
-def charge(run: RunState, failure: FailureClass, replica: int, cause: str) -> None:
+def charge(run: RunState, failure: FailureClass, replica: int, cause: str, *, newcomer: bool) -> None:
     uniform = (derive_seed(run.incarnation, replica) % 1024) / 1024
     verdict = run.budget.charge(failure, run.now, uniform)
-    if not verdict.allowed:
-        ending.end(run, "failed", f"BudgetExhausted: {verdict.reason}; the last: replica {replica}: {cause}")
-    elif verdict.wait_s:
+    if verdict.allowed:
         run.relaunch_s = max(run.relaunch_s, run.now + verdict.wait_s)
+    elif newcomer and run.phase in LIVE_PHASES:
+        # A newcomer that cannot start must not end a run that trains; it is tried again, but seldom.
+        run.relaunch_s = max(run.relaunch_s, run.now + run.settings.budget.back_off_cap_s)
+    else:
+        ending.end(run, "failed", f"BudgetExhausted: {verdict.reason}; the last: replica {replica}: {cause}")
+
+
+def member_lost(run: RunState, replica: m.Replica, was: ReplicaState, cause: str) -> None:
+    """One of the generation is gone, if it was one (`was`: its state then)."""
+    run.awaited.discard(replica.replica)
+    run.fetching.discard(replica.replica)
+    run.kept_sources.discard(replica.replica)
+    if was not in (ReplicaState.MEMBER, ReplicaState.PARKED):
+        return
+    run.explained = True
+    if was is ReplicaState.MEMBER and not (replica.finished and run.all_done()):
+        if run.phase in (Phase.RUNNING, Phase.PAUSING, Phase.FORMING):
+            park(run, f"replica {replica.replica} lost: {cause}", replica, planned=False)
 
 
 def park(run: RunState, cause: str, blamed: m.Replica | None, *, planned: bool) -> None:
@@ -97,38 +120,29 @@ def park(run: RunState, cause: str, blamed: m.Replica | None, *, planned: bool) 
     if generation is None or run.phase not in (*LIVE_PHASES, Phase.ADOPTING):
         return
     open_reform(run, cause, blamed, planned=planned)
-    if run.phase is Phase.ENDING:
-        return
+    run.explained = planned or blamed is not None
     run.enter(Phase.PARKING)
-    members = run.by_state(ReplicaState.MEMBER) + run.by_state(ReplicaState.PARKED)
-    run.awaited = {r.replica for r in members}
-    for replica in members:
+    for replica in run.by_state(ReplicaState.PARKED):
         run.move(replica, ReplicaState.MEMBER)
+    run.awaited = set(run.index[ReplicaState.MEMBER])
     run.deadline = run.now + run.settings.park_timeout_s
     if run.awaited:
-        run.send(tuple(run.awaited), abort_message(run))
-    else:
-        decide_parked(run)
+        run.send(tuple(run.index[ReplicaState.MEMBER]), abort_message(run))
 
 
 def open_reform(run: RunState, cause: str, blamed: m.Replica | None, *, planned: bool) -> None:
-    generation = run.generation
+    generation, reform = run.generation, run.reform
     assert generation is not None
-    if run.reform is not None and (planned or not run.reform.planned):
-        if blamed is not None and run.reform.replica is None:
-            run.reform.replica, run.reform.node, run.reform.cause = blamed.replica, blamed.node, cause
-        run.reform.parked_s = 0.0
-        run.stuck += not planned
-    else:
-        run.reform = Reform(
-            cause=cause, planned=planned, noticed_s=run.now, generation_before=generation.number,
-            world_size_before=len(generation.members), replica=blamed.replica if blamed else None,
-            node=blamed.node if blamed else "", step=run.step,
-        )  # fmt: skip
-        if not planned:
-            run.stuck += 1
-    if run.stuck > run.settings.max_fruitless_recoveries:
-        ending.end(run, "failed", f"{run.stuck} re-forms without a newly committed step; the last: {cause}")
+    if reform is not None and (planned or not reform.planned):
+        if blamed is not None and reform.replica is None:
+            reform.replica, reform.node, reform.cause = blamed.replica, blamed.node, cause
+        reform.parked_s = 0.0
+        return
+    run.reform = Reform(
+        cause=cause, planned=planned, noticed_s=run.now, generation_before=generation.number,
+        world_size_before=len(generation.members), replica=blamed.replica if blamed else None,
+        node=blamed.node if blamed else "", step=run.step,
+    )  # fmt: skip
 
 
 def abort_message(run: RunState) -> wire.Abort:
@@ -140,48 +154,62 @@ def on_parked(run: RunState, event: wire.Parked) -> None:
     generation, replica = run.generation, run.replicas.get(event.replica)
     if generation is None or replica is None or event.generation != generation.number:
         return
-    training.take_records(run, event.records)
-    if run.phase not in (Phase.PARKING, Phase.PAUSING) or replica.state is not ReplicaState.MEMBER:
+    if replica.state is not ReplicaState.MEMBER:
         return
-    replica.status = event.status
-    replica.finished = replica.finished and event.status.done
+    training.take_records(run, event.records)
+    if run.phase is Phase.RUNNING:
+        # Nobody asked: a pause that a former controller ordered has taken effect only now.
+        park(run, "a pause was asked for before the controller came back", None, planned=True)
+    if run.phase not in (Phase.PARKING, Phase.PAUSING):
+        return
+    take_status(run, replica, event.status)
     run.awaited.discard(event.replica)
-    if not run.awaited:
-        decide_parked(run)
+
+
+def take_status(run: RunState, replica: m.Replica, status: wire.Status) -> None:
+    """What it promises. A fetch that was under way has completed only if its step is there."""
+    assert run.generation is not None
+    if run.total and status.applied > run.total:
+        status = replace(status, applied=run.total)
+    replica.status = status
+    replica.void = replica.void and (status.fresh or status.applied != run.generation.step)
+    if replica.finished and not status.done:
+        run.mark_finished(replica, False)
 
 
 def decide_parked(run: RunState) -> None:
     """Everyone alive has reported."""
-    if run.phase not in (Phase.PARKING, Phase.PAUSING):
-        return
-    members = set(run.generation.members) if run.generation else set()
-    order = {i: n for n, i in enumerate(run.generation.members)} if run.generation else {}
-    present = run.by_state(ReplicaState.MEMBER) + run.by_state(ReplicaState.PARKED)
-    survivors = [r for r in present if r.replica in members or not r.status.fresh]
-    survivors.sort(key=lambda r: order.get(r.replica, len(order) + r.replica))
     if run.all_finished():
         ending.finish(run)
         return
+    order = run.generation.members if run.generation else ()
+    present = run.index[ReplicaState.MEMBER] | run.index[ReplicaState.PARKED]
+    survivors = [present.pop(i) for i in order if i in present]
+    # Not members, but they may hold what nobody else does.
+    survivors += [r for _, r in sorted(present.items()) if not r.status.fresh]
     forming.decide(run, survivors)
 
 
 def on_user_failed(run: RunState, event: wire.UserFailed) -> None:
     replica = run.replicas.get(event.replica)
-    if replica is None or run.phase in (Phase.ENDING, Phase.ENDED):
+    if replica is None or replica.state is ReplicaState.RELEASED:
         return
     run.emit(
         events.UserError(replica=event.replica, step=event.step, error=event.error, traceback=event.traceback)
     )
+    was = replica.state
+    newcomer = was not in (ReplicaState.MEMBER, ReplicaState.PARKED) and run.generation is not None
     fingerprint = (event.step, event.error)
-    again = fingerprint in run.user_errors
-    run.user_errors.add(fingerprint)
-    joining = replica.state is not ReplicaState.MEMBER and run.generation is not None and not event.fatal
-    if joining:
-        # A newcomer that cannot start must not end a run that trains; it is not tried again for ever either.
-        lose(run, replica, f"user code failed while it warmed up: {event.error}", FailureClass.UNKNOWN)
-        return
-    if event.fatal or event.step == 0 or again:
-        why = "" if event.fatal else " at step 0" if event.step == 0 else f" twice at step {event.step}"
+    again = not newcomer and fingerprint in run.user_errors
+    # After the last step nobody takes over what it was doing.
+    at_the_end = bool(run.total) and event.step >= run.total
+    if event.fatal or (not newcomer and (event.step == 0 or again or at_the_end)):
+        why = "" if event.fatal or at_the_end else " at step 0" if event.step == 0 else f" twice at step {event.step}"
         ending.end(run, "failed", f"{event.traceback.rstrip()}\nTrainingError{why}: {event.error}")
         return
-    lose(run, replica, f"user code raised {event.error}", None)
+    # It has left its loop, and another one may get through where it did not: once for the same error.
+    run.user_errors.add(fingerprint)
+    ending.release(run, replica, f"its code raised {event.error}")
+    charge(run, FailureClass.UNKNOWN, event.replica, f"user code raised {event.error}", newcomer=newcomer)
+    if run.phase not in OVER:
+        member_lost(run, replica, was, f"user code raised {event.error}")

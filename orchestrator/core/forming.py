@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from everstep.actors import wire
 from everstep.orchestrator import events
-from everstep.orchestrator.core import ending
+from everstep.orchestrator.core import ending, training
 from everstep.orchestrator.core import model as m
-from everstep.orchestrator.core.membership import Plan, Shortage, choose
+from everstep.orchestrator.core.membership import Plan, Shortage, choose, newest_step
 from everstep.orchestrator.core.model import Phase, ReplicaState
 from everstep.orchestrator.core.state import RunState
 from everstep.policies.straggler import RebalanceState
@@ -14,11 +14,17 @@ from everstep.policies.straggler import RebalanceState
 
 def decide(run: RunState, survivors: list[m.Replica]) -> None:
     """All survivors are parked: choose the next generation and send it out, or wait for more replicas."""
+    if not run.stop_wanted and not may_go_on(run):
+        return
     reform = run.reform
     if reform is not None:
         reform.parked_s = reform.parked_s or run.now
     for replica in survivors:
         run.move(replica, ReplicaState.PARKED)
+    newest = newest_step(survivors)
+    run.reached = newest or 0
+    if newest is None:
+        survivors = without_void(run, survivors)
     if run.stop_wanted:
         ending.end(run, "stopped", run.stop_wanted)
         return
@@ -28,7 +34,7 @@ def decide(run: RunState, survivors: list[m.Replica]) -> None:
         target=run.target,
         min_replicas=run.settings.min_replicas,
         logical_shards=run.settings.logical_shards,
-        step=run.step,
+        state_known=run.step > 0,
         total=run.total,
     )
     if isinstance(plan, Shortage):
@@ -37,13 +43,42 @@ def decide(run: RunState, survivors: list[m.Replica]) -> None:
         send_out(run, plan)
 
 
+def may_go_on(run: RunState) -> bool:
+    """Is this the moment to send a generation out? If not, a later event or tick asks again.
+
+    Where everybody is alive and yet it was stopped without anybody's wish, the same may happen again at once: the
+    budget bounds how often in a row, and from the second time on there is a pause before the next try.
+    """
+    if not run.explained:
+        run.explained = True
+        verdict = run.budget.recover()
+        if not verdict.allowed:
+            cause = run.reform.cause if run.reform is not None else ""
+            ending.end(run, "failed", f"BudgetExhausted: {verdict.reason}; the last: {cause}")
+            return False
+        tries = run.budget.recoveries
+        if tries > 1:
+            limits = run.settings.budget
+            pause_s = min(limits.back_off_s * 2.0 ** min(tries - 2, 16), limits.back_off_cap_s)
+            run.hold_until = run.deadline = run.now + pause_s
+    return run.now >= run.hold_until and run.store[1] != 0
+
+
+def without_void(run: RunState, survivors: list[m.Replica]) -> list[m.Replica]:
+    """Nobody holds state. Who was fetching when the last source was lost has not even its initial state any more."""
+    for replica in survivors:
+        if replica.void:
+            ending.release(run, replica, "the state it was fetching is lost")
+    return [r for r in survivors if not r.void]
+
+
 def joiners(run: RunState, survivors: list[m.Replica]) -> list[m.Replica]:
     """Newcomers to take. After a failure the survivors go on at once; newcomers join at the next boundary."""
-    ready = run.by_state(ReplicaState.READY)
-    staying = sum(1 for r in survivors if not r.leaving)
-    if run.phase is Phase.PARKING and staying >= run.settings.min_replicas:
-        return []
-    return [r for r in ready if not r.leaving]
+    if run.phase is Phase.PARKING:
+        staying = sum(not r.leaving for r in survivors)
+        if staying >= run.settings.min_replicas:
+            return []
+    return [r for r in run.by_state(ReplicaState.READY) if not r.leaving]
 
 
 def wait_for_more(run: RunState, shortage: Shortage) -> None:
@@ -59,42 +94,39 @@ def send_out(run: RunState, plan: Plan) -> None:
     if run.waiting_since is not None:
         run.emit(events.Resumed(replicas=len(plan.members), waited_s=run.now - run.waiting_since))
         run.waiting_since = None
-    lost = 0
-    if plan.state_lost:
-        lost, run.history, run.step = run.step, run.history + 1, 0
-        run.emit(events.StateLost(step=0))
     run.number += 1
-    run.step = max(run.step, plan.step)
+    lost = run.step - plan.step
+    if plan.state_lost:
+        run.history, run.first_number, run.step = run.history + 1, run.number, 0
+        run.records.clear()
+        run.durable_step = None if run.durable_step is None else 0
+        run.emit(events.StateLost(step=0))
+    run.reached = plan.step
     generation = wire.Generation(
         number=run.number, incarnation=run.incarnation, history=run.history, step=plan.step,
         members=plan.members, ranges=plan.ranges, held=plan.held, todo=plan.todo, store=run.store,
         sources=tuple(run.replicas[i].transfer for i in plan.sources), fetch=plan.fetch,
-        roll_forward=plan.roll_forward, vote=plan.vote if plan.roll_forward else "",
-        final=bool(run.total) and plan.step >= run.total,
+        roll_forward=plan.roll_forward, vote=plan.vote, final=plan.final,
     )  # fmt: skip
     run.generation = generation
     run.counts["generations"] += 1
-    run.fetching = set(plan.fetch)
     for i in plan.members:
         run.move(run.replicas[i], ReplicaState.MEMBER)
-        run.replicas[i].heard_s = run.now
-    let_go(run, plan)
-    note_reform(run, plan, lost)
+    run.fetching = set(plan.fetch)
+    for i in plan.fetch:
+        run.replicas[i].void = True
     run.enter(Phase.FORMING)
     run.awaited = set(plan.members)
     run.deadline = run.now + run.settings.form_timeout_s
     run.rebalance_state = RebalanceState()
-    run.send(plan.members, wire.Form(generation=generation, memo=run.memo()))
+    run.send((*plan.members, *plan.kept), wire.Form(generation=generation, memo=run.memo()))
+    let_go(run, plan)
+    note_reform(run, plan, max(lost, 0))
 
 
 def let_go(run: RunState, plan: Plan) -> None:
     """Survivors that are no members leave; at once, unless they alone hold what others must fetch."""
-    serving = bool(plan.fetch) and not (set(plan.sources) & set(plan.members))
-    run.kept_sources = set(plan.dropped) & set(plan.sources) if serving else set()
-    if run.kept_sources:
-        # They roll forward, if they must, and serve; the order tells them that they are no members.
-        assert run.generation is not None
-        run.send(tuple(run.kept_sources), wire.Form(generation=run.generation, memo=run.memo()))
+    run.kept_sources = set(plan.kept)
     for i in plan.dropped:
         if i not in run.kept_sources:
             ending.release(run, run.replicas[i], run.replicas[i].leaving or "scaled down")
@@ -116,18 +148,20 @@ def note_reform(run: RunState, plan: Plan, lost: int) -> None:
 
 
 def on_formed(run: RunState, event: wire.Formed) -> None:
-    if run.phase is not Phase.FORMING or run.generation is None or event.generation != run.generation.number:
-        return
-    run.awaited.discard(event.replica)
-    if run.awaited:
-        return
+    if run.phase is Phase.FORMING and run.generation is not None and event.generation == run.generation.number:
+        run.awaited.discard(event.replica)
+
+
+def formed(run: RunState) -> None:
+    """All connections stand."""
+    generation = run.generation
+    assert generation is not None
     run.enter(Phase.RUNNING)
     run.deadline = None
-    run.committed_s = run.last_commit_s = run.now
+    run.last_commit_s = run.now
     run.durations = run.durations.restarted() if run.fetching else run.durations
     if run.reform is not None:
         run.reform.connected_s = run.now
-    generation = run.generation
     run.emit(
         events.GenerationFormed(
             generation=generation.number, replicas=generation.members,
@@ -137,18 +171,32 @@ def on_formed(run: RunState, event: wire.Formed) -> None:
         )  # fmt: skip
     )
     if generation.final:
-        ending.close_reform(run)
+        training.close_reform(run)
 
 
 def on_fetched(run: RunState, event: wire.Fetched) -> None:
-    if run.generation is None or event.generation != run.generation.number:
+    replica = run.replicas.get(event.replica)
+    if run.generation is None or event.generation != run.generation.number or event.replica not in run.fetching:
         return
+    if replica is not None:
+        replica.void = False
     run.fetching.discard(event.replica)
     if run.reform is not None:
         run.reform.num_bytes += event.num_bytes
         run.reform.transfer_s = max(run.reform.transfer_s, event.seconds)
     if not run.fetching:
-        for i in run.kept_sources:
-            if i in run.replicas:
-                ending.release(run, run.replicas[i], run.replicas[i].leaving or "scaled down")
-        run.kept_sources = set()
+        all_fetched(run)
+
+
+def all_fetched(run: RunState) -> None:
+    """Nobody needs those any more that only served the state."""
+    for i in run.fetching:
+        if i in run.replicas:
+            run.replicas[i].void = False
+    run.fetching = set()
+    kept, run.kept_sources = run.kept_sources, set()
+    for i in kept:
+        if i in run.replicas:
+            ending.release(run, run.replicas[i], run.replicas[i].leaving or "scaled down")
+    if run.phase in (Phase.RUNNING, Phase.PAUSING):
+        run.account()

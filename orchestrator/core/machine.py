@@ -6,7 +6,10 @@ Called by the controller actor and by tests, with one event at a time. Rules tha
 - A generation's number is spent when it is sent out; whatever carries another number is stale and is dropped.
 - Nobody is told to enter a generation before everybody of the last one has promised to commit nothing more in it
   (`wire.Parked`), or is dead, or is out of the run for good (`Kill`).
-- Every phase but RUNNING and GATHERING has a deadline; in RUNNING the heartbeats and the hang deadline are it.
+- Only who is in the run is believed: words of a replica that was given up or released change nothing.
+- Every phase but RUNNING, PAUSING and GATHERING has a deadline; in the first two it is the heartbeats' and the hang
+  deadline, and GATHERING waits for machines.
+- Handlers note what happened; what follows from it is decided in `_advance`, once, after the handler.
 """
 
 from __future__ import annotations
@@ -16,13 +19,15 @@ from typing import Any
 
 from everstep.actors import wire
 from everstep.errors import IllegalEvent
+from everstep.orchestrator import events
 from everstep.orchestrator.core import adopting, changing, ending, failing, forming, gathering, training, watching
 from everstep.orchestrator.core import model as m
 from everstep.orchestrator.core.accounts import Clock
 from everstep.orchestrator.core.model import Phase
 from everstep.orchestrator.core.state import RunState
 
-_HANDLERS: dict[type[Any], Callable[[RunState, Any], None]] = {
+_Handlers = dict[type[Any], Callable[[RunState, Any], None]]
+_HANDLERS: _Handlers = {
     m.Tick: watching.on_tick,
     m.LinkLost: failing.on_link_lost,
     m.ReplicaDied: failing.on_died,
@@ -42,16 +47,24 @@ _HANDLERS: dict[type[Any], Callable[[RunState, Any], None]] = {
     wire.Finished: ending.on_finished,
     wire.Leaving: changing.on_leaving,
 }
-_WHILE_ADOPTING: dict[type[Any], Callable[[RunState, Any], None]] = {
+_WHILE_ADOPTING: _Handlers = {
+    **dict.fromkeys(_HANDLERS, adopting.postpone),
     m.Tick: adopting.on_tick,
     m.ReplicaDied: adopting.on_died,
-    m.Scale: changing.on_scale,
-    m.Stop: ending.on_stop,
+    m.Stop: adopting.on_stop,
     wire.Hello: adopting.on_hello,
     wire.Beat: adopting.on_beat,
-    wire.Committed: adopting.on_committed,
 }
-"""Nothing else is listened to: each replica says in its `Hello` all there is to say, once more when asked to park."""
+"""The rest is looked at when it is known who is there."""
+_WHEN_OVER: _Handlers = {
+    m.Tick: watching.on_tick,
+    m.LinkLost: failing.on_link_lost,
+    m.ReplicaDied: failing.on_died,
+    m.NodeGone: failing.on_node_gone,
+    wire.Hello: gathering.on_hello,
+    wire.Beat: training.on_beat,
+}
+"""`RunEnded` is the last event of a run; from then on it is only watched who is still there."""
 
 
 class Core(RunState):
@@ -65,21 +78,31 @@ class Core(RunState):
         handler = self._handler(event)
         self.now = now_s
         self.out = []
-        replica = self.replicas.get(getattr(event, "replica", -1))
-        if replica is not None and isinstance(event, wire.Message):
-            replica.heard_s = now_s
+        if isinstance(event, wire.Message):
+            replica = self.replicas.get(getattr(event, "replica", -1))
+            if replica is not None:
+                replica.heard_s = now_s
+        adopting_before = self.phase is Phase.ADOPTING
         if handler is not None:
             handler(self, event)
-        self._advance(event)
+        if adopting_before and self.phase is not Phase.ADOPTING:
+            self._catch_up()
+        if handler is not training.on_beat:
+            self._advance()
         return self.out
 
     def next_deadline_s(self) -> float:
         """When the next `Tick` is due at the latest."""
         due = self.now + self.settings.heartbeat_s
-        for moment in (self.deadline, self.relaunch_s if self.relaunch_s > self.now else None):
-            if moment is not None:
+        for moment in (self.deadline, self.relaunch_s):
+            if moment is not None and moment > self.now:
                 due = min(due, moment)
         return due
+
+    def stored(self, event: events.StepCommitted) -> None:
+        """This event has reached storage: its record may be forgotten by the replicas (`Settings.await_storage`)."""
+        if self.durable_step is not None and event.generation >= self.first_number:
+            self.durable_step = max(self.durable_step, event.step + 1)
 
     def _handler(self, event: m.CoreEvent) -> Callable[[RunState, Any], None] | None:
         """None: legal, but nothing to do about it now."""
@@ -92,25 +115,45 @@ class Core(RunState):
             raise IllegalEvent(f"run {self.settings.run!r}: the core has no place for {event!r} in phase {self.phase}")
         if not self.started:
             raise IllegalEvent(f"run {self.settings.run!r}: {kind.__name__} came before Start or Adopt")
-        return (_WHILE_ADOPTING if self.phase is Phase.ADOPTING else _HANDLERS).get(kind)
+        if isinstance(event, m.Scale):
+            self._check_scale(event)
+        if self.phase is Phase.ADOPTING:
+            return _WHILE_ADOPTING.get(kind)
+        return (_WHEN_OVER if self.phase in m.OVER else _HANDLERS).get(kind)
 
-    def _advance(self, event: m.CoreEvent) -> None:
-        """Whatever is due now, after every event."""
-        if self.phase in (Phase.ENDED, Phase.ADOPTING):
-            return
-        if self.phase is Phase.ENDING:
-            if not self.replicas:
-                self.enter(Phase.ENDED)
-                self.deadline = None
-            return
-        gathering.launch_missing(self)
+    def _check_scale(self, event: m.Scale) -> None:
+        low, high = self.settings.min_replicas, self.settings.max_replicas
+        if not low <= event.replicas <= high:
+            raise IllegalEvent(f"run {self.settings.run!r}: scale to {event.replicas}, outside of {low} to {high}")
+
+    def _catch_up(self) -> None:
+        """What came while adopting, in the order in which it came."""
+        postponed, self.postponed = self.postponed, []
+        for event in postponed:
+            handler = self._handler(event)
+            if handler is not None:
+                handler(self, event)
+
+    def _advance(self) -> None:
+        """Whatever is due now, after every event but a heartbeat."""
+        if self.phase in (Phase.PARKING, Phase.PAUSING) and not self.awaited:
+            failing.decide_parked(self)
+        elif self.phase is Phase.FORMING and not self.awaited:
+            forming.formed(self)
+        if self.phase in (Phase.GATHERING, Phase.RUNNING, Phase.PAUSING):
+            # Not while re-forming: it takes milliseconds, and the survivors come first.
+            gathering.launch_missing(self)
         if self.phase is Phase.GATHERING:
             gathering.try_form(self)
-        elif self.phase is Phase.RUNNING and not isinstance(event, wire.Beat):
+        elif self.phase in (Phase.RUNNING, Phase.PAUSING):
             changing.consider_change(self)
+        elif self.phase is Phase.ENDING and not self.replicas:
+            self.enter(Phase.ENDED)
+            self.deadline = None
 
 
 def _on_start(run: RunState, event: m.Start) -> None:
     run.started = True
     run.incarnation = event.incarnation
     run.clock = Clock(since_s=run.now)
+    run.began_s = run.now

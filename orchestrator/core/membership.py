@@ -1,14 +1,17 @@
 """Who belongs to the next generation, at which step, and who has to do what to get there.
 
-One pure function, `choose`, called by `machine` once all survivors have reported. It is the place where a step is
+One pure function, `choose`, called by `forming` once all survivors have reported. It is the place where a step is
 rolled forward or done again (DESIGN.md §5, "Commit"), so its rules stand here in full:
 
 1. The newest step any survivor has applied is history: others may have seen it. The generation starts there.
 2. A survivor one step behind that holds the completely reduced gradient applies it (it voted only after its
-   reduction was complete, and the step was applied by somebody, so everybody's reduction was complete).
+   reduction was complete, and the step was applied by somebody, so everybody's reduction was complete). It needs the
+   vote's result for that; where nobody who saw it is left, it fetches the state instead.
 3. Whoever holds neither, newcomers above all, fetches the state from those who do.
 4. If nobody applied the step that was under way, all discard its reduction, keep the gradients of the shards they
    have computed, and compute only the shards that nobody holds.
+5. After the last step nothing is trained: whoever holds the result, or can roll forward to it, is a member of the
+   final generation. Nobody fetches there, because who is done serves no more.
 """
 
 from __future__ import annotations
@@ -19,6 +22,11 @@ from dataclasses import dataclass
 from everstep.orchestrator.core.model import Replica
 from everstep.policies.deal import deal, redeal
 
+MAX_SOURCES = 32
+"""Replicas that serve a state at the same time; a joiner talks to all of them at once."""
+
+_Shards = tuple[tuple[int, ...], ...]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -27,16 +35,21 @@ class Plan:
     step: int
     members: tuple[int, ...]
     ranges: tuple[tuple[int, int], ...]
-    held: tuple[tuple[int, ...], ...]
-    todo: tuple[tuple[int, ...], ...]
+    held: _Shards
+    todo: _Shards
     sources: tuple[int, ...]
+    """Who serves the state; empty when nobody must fetch it."""
     fetch: tuple[int, ...]
     roll_forward: tuple[int, ...]
     vote: str
     dropped: tuple[int, ...]
     """Survivors that are not members any more."""
+    kept: tuple[int, ...]
+    """Those of them that alone hold the state, and must serve it first."""
     state_lost: bool
     """No survivor holds any state although steps had been committed."""
+    final: bool
+    """The last step is history."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +60,11 @@ class Shortage:
     need: int
 
 
+def newest_step(survivors: Sequence[Replica]) -> int | None:
+    """Steps applied to the newest state that any of them holds; None if nobody holds any."""
+    return max((r.status.applied for r in survivors if r.holds_state), default=None)
+
+
 def choose(
     *,
     survivors: Sequence[Replica],
@@ -54,7 +72,7 @@ def choose(
     target: int,
     min_replicas: int,
     logical_shards: int,
-    step: int,
+    state_known: bool,
     total: int,
 ) -> Plan | Shortage:
     """The next membership.
@@ -65,26 +83,70 @@ def choose(
         target: wished number of replicas.
         min_replicas: below this the run waits.
         logical_shards: V.
-        step: the step the run stands at, as far as commits were reported.
+        state_known: at least one step was committed.
         total: number of steps of the run; 0 while unknown.
     """
-    holders = [r for r in survivors if not r.status.fresh]
-    newest = max((r.status.applied for r in holders), default=0)
-    staying = [r for r in survivors if not r.leaving]
-    if total and newest >= total:
-        members = list(survivors)  # nothing is left to train: everyone may only catch up
+    newest = newest_step(survivors)
+    if newest is None:
+        return _from_the_start(survivors, joiners, target, min_replicas, logical_shards, state_known)
+    current = [r for r in survivors if r.holds_state and r.status.applied == newest]
+    vote = next((r.status.vote for r in current if r.status.vote), "")
+    # Without the vote's result nobody can roll forward.
+    behind = [r for r in survivors if vote and r.holds_state and r.status.applied == newest - 1 and r.status.reduced]
+    holding = {r.replica for r in current} | {r.replica for r in behind}
+    final = bool(total) and newest >= total
+    if final:
+        members = [r for r in survivors if r.replica in holding]
     else:
-        members = _take(staying, survivors, joiners, target, min_replicas)
+        members = _take(survivors, joiners, min(target, logical_shards), min_replicas)
         if len(members) < min_replicas:
             return Shortage(have=len(members), need=min_replicas)
-    return _plan(members, survivors, holders, newest, logical_shards, step)
+    ids = tuple(r.replica for r in members)
+    inside = set(ids)
+    fetch = tuple(i for i in ids if i not in holding)
+    kept = tuple(r.replica for r in current)[:MAX_SOURCES] if fetch and not inside & holding else ()
+    serving = tuple(r.replica for r in (*current, *behind) if r.replica in inside)
+    roll_forward = tuple(r.replica for r in behind if r.replica in inside)
+    if final:
+        nothing: _Shards = tuple(() for _ in ids)
+        held, todo, ranges = nothing, nothing, tuple((0, 0) for _ in ids)
+    else:
+        held, todo, ranges = _shares(members, _kept(members, newest, holding, logical_shards), logical_shards)
+    return Plan(
+        step=newest, members=ids, ranges=ranges, held=held, todo=todo, fetch=fetch,
+        sources=(kept or serving[:MAX_SOURCES]) if fetch else (),
+        roll_forward=roll_forward, vote=vote if roll_forward else "",
+        dropped=tuple(r.replica for r in survivors if r.replica not in inside),
+        kept=kept, state_lost=False, final=final,
+    )  # fmt: skip
 
 
-def _take(
-    staying: Sequence[Replica], survivors: Sequence[Replica], joiners: Sequence[Replica], target: int, low: int
-) -> list[Replica]:
+def _from_the_start(
+    survivors: Sequence[Replica],
+    joiners: Sequence[Replica],
+    target: int,
+    min_replicas: int,
+    logical_shards: int,
+    state_known: bool,
+) -> Plan | Shortage:
+    """The very first generation, or one after the whole state was lost: the first member's initial state is it."""
+    members = _take(survivors, joiners, min(target, logical_shards), min_replicas)
+    if len(members) < max(min_replicas, 1):
+        return Shortage(have=len(members), need=max(min_replicas, 1))
+    ids = tuple(r.replica for r in members)
+    fetch = tuple(r.replica for r in members if r.digest != members[0].digest)
+    held, todo, ranges = _shares(members, [() for _ in members], logical_shards)
+    return Plan(
+        step=0, members=ids, ranges=ranges, held=held, todo=todo, fetch=fetch,
+        sources=tuple(i for i in ids if i not in fetch)[:MAX_SOURCES] if fetch else (),
+        roll_forward=(), vote="", dropped=tuple(r.replica for r in survivors if r.replica not in set(ids)),
+        kept=(), state_lost=state_known, final=False,
+    )  # fmt: skip
+
+
+def _take(survivors: Sequence[Replica], joiners: Sequence[Replica], target: int, low: int) -> list[Replica]:
     """Members in rank order: those who stay, then newcomers; whoever wants to leave stays while it is needed."""
-    members = list(staying[:target])
+    members = [r for r in survivors if not r.leaving][:target]
     members += joiners[: max(target - len(members), 0)]
     if len(members) < low:
         chosen = {r.replica for r in members}
@@ -93,51 +155,25 @@ def _take(
     return members
 
 
-def _plan(
-    members: Sequence[Replica],
-    survivors: Sequence[Replica],
-    holders: Sequence[Replica],
-    newest: int,
-    logical_shards: int,
-    step: int,
-) -> Plan:
-    behind = {r.replica for r in holders if r.status.applied == newest - 1 and r.status.reduced}
-    current = {r.replica for r in holders if r.status.applied == newest}
-    has_state = current | behind
-    ids = tuple(r.replica for r in members)
-    if holders:
-        fetch = tuple(i for i in ids if i not in has_state)
-    else:  # the very first generation: whoever was initialized otherwise takes the state of the first
-        fetch = tuple(r.replica for r in members if r.digest != members[0].digest)
-    sources = tuple(sorted(current)) + tuple(sorted(behind)) if holders else ids[:1]
-    kept = [_kept(r, newest, has_state) for r in members]
-    held, todo, ranges = _shares(members, kept, logical_shards)
-    return Plan(
-        step=newest,
-        members=ids,
-        ranges=ranges,
-        held=held,
-        todo=todo,
-        sources=sources,
-        fetch=fetch,
-        roll_forward=tuple(i for i in sorted(behind)),
-        vote=next((r.status.vote for r in holders if r.status.applied == newest), ""),
-        dropped=tuple(r.replica for r in survivors if r.replica not in set(ids)),
-        state_lost=not holders and step > 0,
-    )
-
-
-def _kept(replica: Replica, newest: int, has_state: set[int]) -> tuple[int, ...]:
-    """Shards of step `newest` whose gradient this member will hold without being asked again."""
-    status = replica.status
-    if replica.replica not in has_state or status.applied != newest:
-        return ()
-    return tuple(sorted({*status.kept, *((status.current,) if status.current >= 0 else ())}))
+def _kept(members: Sequence[Replica], newest: int, holding: set[int], logical_shards: int) -> list[tuple[int, ...]]:
+    """Per member the shards of step `newest` whose gradient it will hold without being asked again."""
+    owned: set[int] = set()
+    kept: list[tuple[int, ...]] = []
+    for replica in members:
+        status = replica.status
+        if replica.replica not in holding or status.applied != newest or not (status.kept or status.current >= 0):
+            kept.append(())
+            continue
+        # No two hold one shard, and none that does not exist; but a replica's word must never stop the controller.
+        mine = {s for s in (*status.kept, status.current) if 0 <= s < logical_shards} - owned
+        owned |= mine
+        kept.append(tuple(sorted(mine)))
+    return kept
 
 
 def _shares(
     members: Sequence[Replica], kept: Sequence[tuple[int, ...]], logical_shards: int
-) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...], tuple[tuple[int, int], ...]]:
+) -> tuple[_Shards, _Shards, tuple[tuple[int, int], ...]]:
     speeds = speeds_of(members)
     spans = deal(logical_shards, len(members), speeds)
     ranges = tuple((s.start, s.stop) for s in spans)
@@ -148,8 +184,10 @@ def _shares(
 
 def speeds_of(members: Sequence[Replica]) -> list[float] | None:
     """Shards per second of each member, or None while any is unknown."""
-    if any(r.compute_s <= 0.0 for r in members):
+    seconds = [r.compute_s for r in members]
+    slowest, fastest = max(seconds), min(seconds)
+    # Noise of a few percent must not move shards at every re-form; but whatever the straggler policy asks to deal anew
+    # (15 % less compute time, so one at least 1 / 0.85 times as slow as another) must be dealt anew.
+    if fastest <= 0.0 or slowest <= 1.1 * fastest:
         return None
-    speeds = [1.0 / r.compute_s for r in members]
-    # Noise of a few percent must not move shards at every re-form.
-    return speeds if max(speeds) > 1.25 * min(speeds) else None
+    return [1.0 / s for s in seconds]

@@ -32,10 +32,12 @@ class Settings:
     park_timeout_s: float = 5.0
     form_timeout_s: float = 10.0
     settle_s: float = 2.0
-    adopt_timeout_s: float = 20.0
+    adopt_timeout_s: float = 35.0
+    """How long a controller that came back waits for replicas of which it does not know that they are dead. It must
+    be longer than their lease: who has not come by then has stopped itself, so the others can go on without it."""
     end_timeout_s: float = 10.0
-    max_fruitless_recoveries: int = 10
-    """Re-forms after failures without a new step between them before the run gives up."""
+    await_storage: bool = False
+    """Replicas forget a step's record only when `Core.stored` said that it is in storage, not when it was emitted."""
     budget: BudgetLimits = field(default_factory=BudgetLimits)
 
 
@@ -96,10 +98,10 @@ class ReplicaState(StrEnum):
     """Told to leave."""
 
 
-IN_POOL = frozenset(state for state in ReplicaState if state is not ReplicaState.RELEASED)
-"""Counts towards the wished number."""
 LIVE_PHASES = frozenset({Phase.RUNNING, Phase.PAUSING, Phase.PARKING, Phase.FORMING})
 """There is a generation that is not over."""
+OVER = frozenset({Phase.ENDING, Phase.ENDED})
+"""The outcome is decided, nothing that happens changes it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -116,6 +118,8 @@ class Replica:
     digest: str = ""
     """Hash of the state it initialized itself with."""
     status: wire.Status = field(default_factory=wire.Status)
+    warming_s: float = 0.0
+    """When its process first spoke."""
     heard_s: float = 0.0
     phase: str = ""
     progress: int = 0
@@ -125,6 +129,29 @@ class Replica:
     leaving: str = ""
     """Why it should leave at the next boundary; empty if it should stay."""
     finished: bool = False
+    """Its train function has returned. Changed by `RunState.mark_finished` alone."""
+    num_kills: int = 0
+    """How often its end was ordered."""
+    void: bool = False
+    """It began to fetch a state, into its live weights, and may never have finished: it holds nothing, not even what
+    it was initialized with."""
+
+    @property
+    def holds_state(self) -> bool:
+        """It holds state of the run, as of its `status`."""
+        return not self.status.fresh and not self.void
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vanished:
+    """A process that is gone, while nobody has said yet what became of it."""
+
+    since_s: float
+    node: str
+    broken: int
+    newcomer: bool
+    announced: bool
+    """It had been told, or had told us, that it would go."""
 
 
 # ---- what the core is told, besides the replicas' own messages (`actors.wire`)
@@ -149,6 +176,11 @@ class Adopt(ClusterEvent):
 
     incarnation: int
     replicas: tuple[int, ...]
+    history: int = 0
+    """How many times the state was lost so far, as the stored events say."""
+    step: int | None = None
+    """Steps of that history whose `StepCommitted` is in storage, so that none is told twice. None: not known; then the
+    replicas' records decide, and steps that were stored but not yet acknowledged to them are told again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

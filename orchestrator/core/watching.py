@@ -2,38 +2,37 @@
 
 from __future__ import annotations
 
-from everstep.orchestrator import events
-from everstep.orchestrator.core import ending, failing
+import math
+
+from everstep.orchestrator.core import ending, failing, training
 from everstep.orchestrator.core import model as m
-from everstep.orchestrator.core.model import Phase, ReplicaState
+from everstep.orchestrator.core.model import OVER, Phase, ReplicaState
 from everstep.orchestrator.core.state import RunState
 from everstep.policies.budget import FailureClass
 from everstep.policies.hang import HangDeadline
 
 _CLASSIFY_S = 30.0
 """How long a vanished process may wait for Ray to say why, before it counts as unknown."""
+_HEARD = frozenset({ReplicaState.MEMBER, ReplicaState.PARKED, ReplicaState.READY})
+"""Replicas whose heartbeats are waited for. While it warms up, imports may keep a process from beating for long."""
+_WAITS = frozenset({"reduce", "wait", "done"})
+"""Phases of the training thread (`Member.moved`) in which it waits for others."""
 
 
 def on_tick(run: RunState, event: m.Tick) -> None:
     forgive_own_pause(run)
-    now = run.now
-    if run.phase is Phase.ENDING:
-        if run.deadline is not None and now >= run.deadline:
-            for replica in list(run.replicas.values()):
-                ending.kill(run, replica, "the run is over")
+    if run.phase in OVER:
+        if run.phase is Phase.ENDING and run.deadline is not None and run.now >= run.deadline:
+            ending.force(run)
         return
     expire_silent(run)
-    for i, (since, node) in list(run.unexplained.items()):
-        if now - since > _CLASSIFY_S:
-            del run.unexplained[i]
-            run.emit(
-                events.ReplicaLost(replica=i, node=node, cause="process gone", failure_class="unknown")
-            )
-            failing.charge(run, FailureClass.UNKNOWN, i, "process gone, nobody knows why")
-    if run.phase in (Phase.PARKING, Phase.FORMING) and run.deadline is not None and now >= run.deadline:
-        phase_overdue(run)
+    expire_unexplained(run)
+    if run.phase in (Phase.PARKING, Phase.FORMING):
+        if run.deadline is not None and run.now >= run.deadline:
+            phase_overdue(run)
     elif run.phase in (Phase.RUNNING, Phase.PAUSING):
         check_hang(run)
+    training.check_gap(run)
 
 
 def forgive_own_pause(run: RunState) -> None:
@@ -44,55 +43,71 @@ def forgive_own_pause(run: RunState) -> None:
         for replica in run.replicas.values():
             replica.heard_s = min(replica.heard_s + late, run.now)
             replica.moved_s = min(replica.moved_s + late, run.now)
+        run.last_commit_s = min(run.last_commit_s + late, run.now)
         if run.deadline is not None:
             run.deadline += late
 
 
 def expire_silent(run: RunState) -> None:
-    limit = run.settings.heartbeat_timeout_s
+    limit, start_limit = run.settings.heartbeat_timeout_s, run.settings.start_timeout_s
     for replica in list(run.replicas.values()):
         silent = run.now - replica.heard_s
-        if replica.state in (ReplicaState.MEMBER, ReplicaState.PARKED, ReplicaState.READY) and silent > limit:
+        if replica.state in _HEARD and silent > limit:
             give_up(run, replica, f"no heartbeat for {silent:.1f} s", FailureClass.NETWORK)
-        elif replica.state is ReplicaState.WARMING and silent > run.settings.start_timeout_s:
-            give_up(run, replica, f"not ready and silent for {silent:.0f} s", FailureClass.UNKNOWN)
+        elif replica.state is ReplicaState.WARMING and run.now - replica.warming_s > start_limit:
+            give_up(run, replica, f"not ready after {run.now - replica.warming_s:.0f} s", FailureClass.UNKNOWN)
         elif replica.state is ReplicaState.RELEASED and run.now - replica.since_s > run.settings.end_timeout_s:
             ending.kill(run, replica, "released but did not go")
             replica.since_s = run.now
 
 
+def expire_unexplained(run: RunState) -> None:
+    for i, gone in list(run.unexplained.items()):
+        if run.now - gone.since_s > _CLASSIFY_S:
+            del run.unexplained[i]
+            failing.tell_loss(run, i, gone, "process gone, nobody knows why", FailureClass.UNKNOWN)
+
+
 def give_up(run: RunState, replica: m.Replica, cause: str, failure: FailureClass) -> None:
-    if replica.replica in run.replicas:
+    if replica.replica in run.replicas and run.phase not in OVER:
         ending.kill(run, replica, cause)
         failing.lose(run, replica, cause, failure)
 
 
 def phase_overdue(run: RunState) -> None:
-    late = [run.replicas[i] for i in sorted(run.awaited) if i in run.replicas]
     if run.phase is Phase.FORMING:
         failing.park(run, "the generation could not be formed in time", None, planned=False)
         return
     run.deadline = run.now + run.settings.park_timeout_s
+    late = [run.replicas[i] for i in sorted(run.awaited) if i in run.replicas]
+    run.awaited.intersection_update(run.replicas)
     for replica in late:
         give_up(run, replica, "did not answer the abort", FailureClass.NETWORK)
 
 
 def check_hang(run: RunState) -> None:
-    """Some wait in a collective, others do not move: the latter are hung."""
-    generation = run.generation
-    assert generation is not None
+    """Some wait for others that do not move: the latter are hung. All wait: an order or an error got lost.
+
+    While nobody waits nobody is given up: what stands still then is the user's code or what it reads from, on all
+    replicas at once, and ending them would throw the state away.
+    """
     policy = HangDeadline(floor_s=run.settings.hang_floor_s, first_step_s=run.settings.first_step_s)
     limit = policy.decide(run.durations)
-    if run.all_done() or run.now - max(run.last_commit_s, run.committed_s) <= limit:
+    if run.now - run.last_commit_s <= limit:
         return
-    members = [run.replicas[i] for i in generation.members if i in run.replicas]
-    waiting = [r for r in members if r.phase == "reduce"]
-    still = [r for r in members if r.phase not in ("reduce", "user") and run.now - r.moved_s > limit]
-    still += [
-        r for r in members if r.phase == "user" and run.now - r.moved_s > max(limit, run.settings.first_step_s)
-    ]
-    if waiting and still:
-        for replica in still:
+    members = run.by_state(ReplicaState.MEMBER)
+    waiting = [r for r in members if r.phase in _WAITS]
+    stuck = any(r.phase != "done" and run.now - r.moved_s > limit for r in waiting)
+    # After the last step the user's code may take its time; before it, between two steps, as long as a first step.
+    hung = [] if run.all_done() else [r for r in members if run.now - r.moved_s > hang_limit(run, r, limit)]
+    if stuck and hung:
+        for replica in hung:
             give_up(run, replica, f"hung in {replica.phase!r} for more than {limit:.0f} s", FailureClass.UNKNOWN)
-    elif len(waiting) == len(members):
-        failing.park(run, f"all replicas wait in a collective for more than {limit:.0f} s", None, planned=False)
+    elif stuck and (run.all_done() or len(waiting) == len(members)):
+        failing.park(run, f"all replicas wait for each other for more than {limit:.0f} s", None, planned=False)
+
+
+def hang_limit(run: RunState, replica: m.Replica, limit: float) -> float:
+    if replica.phase in _WAITS:
+        return math.inf
+    return max(limit, run.settings.first_step_s) if replica.phase == "user" else limit

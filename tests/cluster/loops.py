@@ -82,7 +82,7 @@ class Loop:
                 step.commit(metrics={"loss": step.mean_loss}, clip_grad_norm=1.0)
         if run.replica == self.after_replica:
             time.sleep(self.after_s)
-        return {"weights": float(sum(p.double().sum() for p in model.parameters()))}
+        return {"weights": float(sum(p.detach().double().sum() for p in model.parameters()))}
 
     def _misbehave(self, run: Any, step: int, folder: Path) -> None:
         time.sleep(self.compute_s)

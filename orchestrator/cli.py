@@ -1,0 +1,271 @@
+"""The `everstep` command. Imports neither ray nor torch until a command needs the cluster: help answers at once.
+
+Exit codes: 0 done, 1 the run failed, 2 wrong usage or config, 3 the run or its cluster was not found.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import click
+
+import everstep
+from everstep.errors import ConfigError, ControllerUnreachable, EverstepError, RunNotFound
+from everstep.orchestrator import cli_relay, cli_show, cli_submit, connect, environment, eventlog
+from everstep.orchestrator.events import Event, RunEnded, StepCommitted, parse
+from everstep.orchestrator.live import live_view
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Failure(click.ClickException):
+    """One of our exceptions as click shows it: its message on stderr, and an exit code."""
+
+
+class WrongConfig(Failure):
+    """The command line or a config cannot work."""
+
+    exit_code = 2
+
+
+class NotReached(Failure):
+    """There is no such run, or its cluster or controller does not answer."""
+
+    exit_code = 3
+
+
+_FAILURES = ((RunNotFound, NotReached), (ControllerUnreachable, NotReached), (ConfigError, WrongConfig))
+
+
+class Commands(click.Group):
+    """Lists the commands in the order of a run's life, and knows how our exceptions end."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """In the order in which they were added."""
+        return list(self.commands)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click does; keeps the arguments as they came, for a command that is relayed to the cluster."""
+        ctx.obj = list(args)
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """As click does, with our exceptions turned into click's."""
+        try:
+            return super().invoke(ctx)
+        except EverstepError as error:
+            failure = next((to for kind, to in _FAILURES if isinstance(error, kind)), Failure)
+            raise failure(str(error)) from error
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(everstep.__version__, prog_name="everstep")
+def cli() -> None:
+    """Train through failure: submit a run to a Ray cluster, watch it, and change it while it goes.
+
+    Each command takes --address: the job API as http://HOST:8265, or the control store as HOST:6379. Without it Ray's
+    own rules hold: RAY_API_SERVER_ADDRESS, RAY_ADDRESS, else a cluster on this machine.
+    """
+
+
+def main() -> None:
+    """Entry point of `everstep` and `python -m everstep`."""
+    cli()
+
+
+def _address(command: F) -> F:
+    help_text = "The Ray cluster: http://HOST:8265, HOST:6379, or ray://HOST:10001."
+    return click.option("--address", metavar="ADDRESS", help=help_text)(command)
+
+
+def _json(command: F) -> F:
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")(command)
+
+
+@cli.command(context_settings={"allow_interspersed_args": False})
+@click.option("--name", metavar="RUN", help="Name of the run; the script's RunConfig then needs none.")
+@_address
+@click.option(
+    "--working-dir", metavar="DIR", help="Folder that is copied to the cluster; the script runs in it."
+)
+@click.option("--runtime-env", metavar="FILE", help="YAML file with Ray's runtime environment.")
+@click.option("--runtime-env-json", metavar="JSON", help="The same as JSON text.")
+@click.option("--submission-id", metavar="ID", help="Ray's id for the job; made up when left out.")
+@click.option("--no-wait", is_flag=True, help="Return when the job is submitted, instead of showing its log.")
+@_json
+@click.argument("entrypoint", nargs=-1, required=True, type=click.UNPROCESSED)
+def submit(
+    name: str | None,
+    address: str | None,
+    working_dir: str | None,
+    runtime_env: str | None,
+    runtime_env_json: str | None,
+    submission_id: str | None,
+    no_wait: bool,
+    as_json: bool,
+    entrypoint: tuple[str, ...],
+) -> None:
+    """Submit a training script, and show its log until it ends.
+
+    \b
+    everstep submit --name gpt --working-dir . -- python train.py --layers 12
+
+    When a run of that name is live, its events are shown and nothing is submitted. Ctrl-C leaves the run running.
+    """
+    wish = cli_submit.Submission(
+        run=name,
+        entrypoint=entrypoint,
+        runtime_env=cli_submit.runtime_environment(name, working_dir, runtime_env, runtime_env_json),
+        job=submission_id,
+        wait=not no_wait,
+        as_json=as_json,
+    )
+    sys.exit(cli_submit.submit(wish, address, _attach))
+
+
+@cli.command()
+@click.argument("run", required=False)
+@_address
+@_json
+@click.option(
+    "--storage", metavar="URL", help="Where ended runs are looked up. Default: EVERSTEP_STORAGE, ~/everstep."
+)
+def status(run: str | None, address: str | None, as_json: bool, storage: str | None) -> None:
+    """Show all live runs, or everything about RUN."""
+    if run is None:
+        _at_cluster(address)
+        statuses = [_status_or_silence(name) for name in connect.live_runs()]
+        click.echo(json.dumps(statuses) if as_json else cli_show.runs_table(statuses))
+        return
+    try:
+        _at_cluster(address)
+        found = connect.ask(connect.find_controller(run), "status")
+    except (RunNotFound, ControllerUnreachable) as error:
+        found = cli_show.logged_status(run, _logged(run, storage, error))
+    click.echo(json.dumps(found) if as_json else cli_show.run_text(found))
+
+
+@cli.command()
+@click.argument("run")
+@click.argument("replicas", metavar="N", type=click.IntRange(min=1))
+@_address
+@_json
+def scale(run: str, replicas: int, address: str | None, as_json: bool) -> None:
+    """Let RUN have N replicas from its next step on, as soon as the cluster has room."""
+    _at_cluster(address)
+    answer = connect.ask(connect.find_controller(run), "scale", replicas, environment.who_asks())
+    _report(answer, as_json, f"run {run}: {replicas} replicas wished" + _now(answer))
+
+
+@cli.command()
+@click.argument("run")
+@click.argument("node")
+@_address
+@_json
+def drain(run: str, node: str, address: str | None, as_json: bool) -> None:
+    """Let RUN leave NODE at its next step. NODE is a node id of Ray, its first digits, or a host name."""
+    _at_cluster(address)
+    answer = connect.ask(connect.find_controller(run), "drain", node, environment.who_asks())
+    _report(answer, as_json, f"run {run}: its replicas leave node {node} at the next step")
+
+
+@cli.command()
+@click.argument("run")
+@click.option("--now", is_flag=True, help="Do not finish the step that is being computed.")
+@_address
+@_json
+def stop(run: str, now: bool, address: str | None, as_json: bool) -> None:
+    """End RUN after its current step."""
+    _at_cluster(address)
+    answer = connect.ask(connect.find_controller(run), "stop", environment.who_asks(), now)
+    _report(answer, as_json, f"run {run}: stops {'now' if now else 'after its current step'}")
+
+
+@cli.command()
+@click.argument("run")
+@click.option("-f", "--follow", is_flag=True, help="Go on with new events until the run has ended.")
+@click.option("--steps", is_flag=True, help="Show every committed step too; JSON always has them.")
+@_address
+@_json
+@click.option(
+    "--storage", metavar="URL", help="Where ended runs are looked up. Default: EVERSTEP_STORAGE, ~/everstep."
+)
+def events(
+    run: str, follow: bool, steps: bool, address: str | None, as_json: bool, storage: str | None
+) -> None:
+    """Show what happened to RUN, also after it has ended."""
+    for line in _event_lines(run, follow, address, storage):
+        event = parse(line)
+        if as_json:
+            click.echo(line)
+        elif steps or not isinstance(event, StepCommitted):
+            click.echo(cli_show.event_line(event))
+
+
+def _event_lines(run: str, follow: bool, address: str | None, storage: str | None) -> Iterator[str]:
+    try:
+        _at_cluster(address)
+        controller = connect.find_controller(run)
+    except (RunNotFound, ControllerUnreachable) as error:
+        yield from (event.to_json() for event in _logged(run, storage, error))
+        return
+    for lines in connect.event_lines(controller, follow=follow):
+        yield from lines
+
+
+def _logged(run: str, storage: str | None, error: EverstepError) -> tuple[Event, ...]:
+    """The events of a run that is not live, out of its log; the error that it is not live when there is none."""
+    place = environment.expand_home(storage or environment.default_storage())
+    history = eventlog.read_history(place, run)
+    if not history.events:
+        raise type(error)(f"{error}; and there is no log of it in {place}") from error
+    if history.damaged:
+        click.echo(f"{history.damaged} unreadable lines of the log in {place} are left out", err=True)
+    return history.last_run()
+
+
+def _attach(run: str, controller: Any) -> int:
+    """Shows a live run until it has ended; returns the exit code of its outcome."""
+    total = connect.ask(controller, "status").get("total")
+    view = live_view(sys.stdout, cli_submit.LOG_EVERY_S, total)
+    outcome = None
+    try:
+        for lines in connect.event_lines(controller, follow=True):
+            batch = [parse(line) for line in lines]
+            view.show(batch)
+            outcome = next((event.outcome for event in batch if isinstance(event, RunEnded)), outcome)
+    finally:
+        view.close()
+    return 0 if outcome == "finished" else 1
+
+
+def _at_cluster(address: str | None) -> None:
+    """Joins the cluster; where only its job API can be reached, runs the whole command there and exits."""
+    if address:
+        environment.forget_ray_addresses()
+    place = environment.cluster_address(address)
+    if environment.is_job_api(place):
+        sys.exit(cli_relay.run_there(place, click.get_current_context().find_root().obj))
+    connect.connect(address)
+
+
+def _status_or_silence(run: str) -> dict[str, Any]:
+    try:
+        answer: dict[str, Any] = connect.ask(connect.find_controller(run), "status", timeout_s=3.0)
+    except ControllerUnreachable:
+        return {"run": run, "phase": "no answer"}
+    except RunNotFound:
+        return {"run": run, "phase": "ended"}
+    return answer
+
+
+def _now(answer: Any) -> str:
+    size = answer.get("world_size") if isinstance(answer, dict) else None
+    return f", {size} now" if size is not None else ""
+
+
+def _report(answer: Any, as_json: bool, text: str) -> None:
+    click.echo(json.dumps(answer) if as_json else text)
