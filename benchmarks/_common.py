@@ -6,6 +6,7 @@ where it is needed. May not know any contender.
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import statistics
@@ -36,7 +37,7 @@ LOOPBACK_BYTES = 512 * 2**20
 def prepare_environment() -> None:
     """Once, first of all, in a benchmark's own process: everything it starts inherits it."""
     lines = (ROOT / "ray.env").read_text(encoding="utf-8").splitlines()
-    os.environ.update(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+    os.environ.update(dict(line.split("=", 1) for line in lines if line and not line.startswith("#")))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "EVERSTEP_RUN_NAME"):
@@ -132,7 +133,7 @@ def step_intervals(done: Sequence[Done]) -> list[float]:
     intervals = []
     for life in {d.life for d in done if d.rank == 0}:
         times = [d.at for d in done if d.life == life][3:]
-        intervals += [b - a for a, b in zip(times, times[1:], strict=False)]
+        intervals += [b - a for a, b in itertools.pairwise(times)]
     return intervals
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from benchmarks._common import GLOBAL_BATCH, WORLD, Numbers, make_model, make_optimizer
@@ -139,6 +139,10 @@ class EverstepRun:
         """Steps committed, as far as seen, from event number `since` on."""
         return [e for e in self.events[since:] if isinstance(e, StepCommitted)]
 
+    def recoveries(self) -> list[Recovery]:
+        """Changes of membership, as far as seen."""
+        return [e for e in self.events if isinstance(e, Recovery)]
+
     def wait(self, found: Callable[[], Any], timeout_s: float = 60.0) -> Any:
         """Take in events until `found()` gives something."""
         deadline = time.monotonic() + timeout_s
@@ -215,11 +219,11 @@ class EverstepRun:
 
     def join_stalls(self, median_step_3_s: float, commits: Sequence[StepCommitted]) -> list[float]:
         """For each join from three to four: seconds between the commits around it, less the median step of three."""
-        pairs = zip(commits, commits[1:], strict=False)
         return [
             b.time - a.time - median_step_3_s
-            for a, b in pairs if (a.world_size, b.world_size) == (WORLD - 1, WORLD)
-        ]  # fmt: skip
+            for a, b in itertools.pairwise(commits)
+            if (a.world_size, b.world_size) == (WORLD - 1, WORLD)
+        ]
 
 
 def faults_in_order(commits: Sequence[StepCommitted]) -> int:

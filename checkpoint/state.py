@@ -180,18 +180,27 @@ class RegisteredState:
     def capture(self, overrides: Mapping[str, Mapping[str, torch.Tensor]] | None = None) -> Snapshot:
         """References to everything that is state now; nothing that is dense is copied.
 
-        `overrides[name][key]` stands in for that entry of the object's state_dict: module buffers as they were before
-        a forward pass changed them. Raises StateError for a value that cannot be carried, or an unknown override.
+        `overrides[name][key]` stands in for that entry of the object's state_dict, and for entries that share its
+        memory: module buffers as they were before a forward pass changed them. Non-persistent buffers are not state,
+        and are skipped. Raises StateError for a value that cannot be carried, or an unknown override.
         """
         tree = {name: value.state_dict() for name, value in self._objects.items()}
         for name, entries in (overrides or {}).items():
-            if name not in tree or not isinstance(tree[name], dict) or entries.keys() - tree[name].keys():
-                raise StateError(f"override of {name!r} names entries that its state_dict does not have")
-            replaced = tree[name].copy()
-            replaced.update(entries)
-            tree[name] = replaced
+            tree[name] = self._override(name, tree.get(name), entries)
         skeleton, tensors = flatten(tree)
         return Snapshot(skeleton, tuple(hashing.dense(tensor) for tensor in tensors))
+
+    def _override(self, name: str, state: Any, entries: Mapping[str, torch.Tensor]) -> Any:
+        replaced = state.copy() if isinstance(state, dict) else {}
+        module = self._objects.get(name)
+        skipped = dict(module.named_buffers()).keys() if isinstance(module, torch.nn.Module) else set()
+        for key, tensor in entries.items():
+            if key not in replaced and key not in skipped:
+                raise StateError(f"override of {name!r}: its state_dict has no entry {key!r}")
+            if key in replaced:
+                shared = [other for other, value in state.items() if _same_memory(value, state[key])]
+                replaced.update(dict.fromkeys([key, *shared], tensor))
+        return replaced
 
     def signature(self) -> list[str]:
         """What replicas compare before they train together: 'model.fc.weight float32 [10, 4]', 'optimizer AdamW'.
@@ -345,6 +354,12 @@ def _read_spec(entry: Any, offset: int) -> TensorSpec:
             f"{spec.nbytes} bytes at {offset} by its shape, {entry['nbytes']} at {entry['offset']} stated"
         )
     return spec
+
+
+def _same_memory(left: Any, right: Any) -> bool:
+    if not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor) or not left.numel():
+        return False
+    return left.data_ptr() == right.data_ptr() and left.shape == right.shape
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import sysconfig
+import time
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,9 @@ class GPT(nn.Module):
         self.bytes, self.places = nn.Embedding(256, width), nn.Embedding(window, width)
         self.blocks = nn.ModuleList([Block(width, heads, dropout) for _ in range(depth)])
         self.norm = nn.LayerNorm(width)
+        for name, parameter in self.named_parameters():
+            if name.endswith("weight") and parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.bytes(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
@@ -85,6 +89,7 @@ def train(run: everstep.Session, options: argparse.Namespace) -> dict[str, float
         for tokens, targets in step.batches():
             logits = model(tokens.to(run.device))
             step.backward(F.cross_entropy(logits.flatten(0, 1), targets.to(run.device).flatten()))
+        time.sleep(options.pace)
         if step.commit(metrics={"loss": step.mean_loss}, clip_grad_norm=1.0):
             loss = step.metrics["loss"]
     return {"loss": loss}
@@ -100,9 +105,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=32, help="windows per global batch")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--window", type=int, default=64, help="bytes per window")
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--depth", type=int, default=2)
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--pace", type=float, default=0.0, help="idle seconds per step, to have time to watch")
     parser.add_argument("--log-every", type=float, default=5.0, help="seconds between progress lines")
     return parser.parse_args(arguments)
 

@@ -53,7 +53,7 @@ class Job:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line)
-            if line.strip() and not re.match(r"(\S+ INFO|Job submission|-+$|Next steps|\s|\(|Job '|Tailing)", line):
+            if line.strip() and not re.match(r"\x1b|\d{4}-\d\d-\d\d |Running entrypoint|\(raylet", line):
                 print(f"  {name}: {line.rstrip()}", flush=True)
 
     def digest(self, timeout_s: float) -> str:
@@ -64,6 +64,42 @@ class Job:
         if code or not found:
             raise SystemExit(f"the job failed with exit code {code}:\n{''.join(self.lines[-40:])}")
         return found.group(1)
+
+
+class Nodes:
+    """A local Ray cluster: a head, and worker nodes that can be added and killed."""
+
+    def __init__(self, storage: str) -> None:
+        import ray
+        from ray.cluster_utils import Cluster
+
+        self._count = 0
+        self.cluster = Cluster()
+        self.add(include_dashboard=True, env_vars={"EVERSTEP_STORAGE": storage})
+        context = ray.init(address=self.cluster.address, namespace=connect.NAMESPACE, log_to_driver=False)
+        self.dashboard = f"http://{context.dashboard_url}"
+        self.workers = [self.add() for _ in range(3)]
+
+    def add(self, **options: Any) -> Any:
+        """One more node with room for one replica."""
+        self._count += 1
+        # Nodes on one machine share a folder by default, and the first to leave would empty it for all.
+        folder = f"runtime_resources_{self._count}"
+        return self.cluster.add_node(
+            num_cpus=1, object_store_memory=80_000_000, runtime_env_dir_name=folder, **options
+        )
+
+    def kill(self, node: Any) -> None:
+        """Raylet and workers at once, without warning."""
+        self.workers.remove(node)
+        self.cluster.remove_node(node, allow_graceful=False)
+
+    def close(self) -> None:
+        """End everything that was started."""
+        import ray
+
+        ray.shutdown()
+        self.cluster.shutdown()
 
 
 class Watch:
@@ -114,18 +150,16 @@ def everstep(*arguments: str) -> None:
     subprocess.run([str(SCRIPTS / "everstep"), *arguments], check=True, timeout=60)
 
 
-def hurt(cluster: Any, workers: list[Any], name: str, watch: Watch) -> None:
+def hurt(nodes: Nodes, name: str, watch: Watch) -> None:
     """Everything that is done to the second run."""
     watch.step(15)
-    victim = next(
-        n for n in workers[1:] if any(r["node"] == n.node_id for r in _status(name)["replicas"] if r["rank"] is not None)
-    )
+    busy = {r["node"] for r in _status(name)["replicas"] if r["rank"] is not None}
+    victim = next(n for n in nodes.workers if n.node_id in busy)
     say(f"kill node {victim.node_id[:8]}: raylet and workers, without warning")
-    workers.remove(victim)
-    cluster.remove_node(victim, allow_graceful=False)
+    nodes.kill(victim)
     watch.world(3)
     say("add a node")
-    workers.append(cluster.add_node(num_cpus=1, object_store_memory=80_000_000))
+    nodes.workers.append(nodes.add())
     watch.world(4)
     say("scale down, and up again")
     everstep("scale", name, "2")
@@ -149,32 +183,23 @@ def timeline(events: list[Event]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=160, help="steps of each run")
+    parser.add_argument("--steps", type=int, default=300, help="steps of each run")
     options = parser.parse_args()
     begun = time.monotonic()
-    import ray
-    from ray.cluster_utils import Cluster
-
     with tempfile.TemporaryDirectory(prefix="everstep-demo-") as storage:
         say("a local Ray cluster of four nodes")
-        head = {"num_cpus": 1, "object_store_memory": 80_000_000, "include_dashboard": True,
-                "env_vars": {"EVERSTEP_STORAGE": storage}}  # fmt: skip
-        cluster = Cluster(initialize_head=True, head_node_args=head)
-        context = ray.init(address=cluster.address, namespace=connect.NAMESPACE, log_to_driver=False)
-        workers = [None] + [cluster.add_node(num_cpus=1, object_store_memory=80_000_000) for _ in range(3)]
+        nodes = Nodes(storage)
         try:
-            dashboard = f"http://{context.dashboard_url}"
-            size = ("--steps", str(options.steps), "--max-replicas", "4", "--log-every", "5")
+            size = ("--steps", str(options.steps), "--max-replicas", "4")
             say("the run that is left alone, on two replicas")
-            alone = Job(dashboard, "demo-alone", *size, "--replicas", "2").digest(120.0)
+            alone = Job(nodes.dashboard, "demo-alone", *size, "--replicas", "2").digest(120.0)
             say("the same run on four replicas, hurt")
-            job, watch = Job(dashboard, "demo-hurt", *size, "--replicas", "4"), Watch("demo-hurt")
-            hurt(cluster, workers, "demo-hurt", watch)
+            job, watch = Job(nodes.dashboard, "demo-hurt", *size, "--replicas", "4", "--pace", "0.1"), Watch("demo-hurt")
+            hurt(nodes, "demo-hurt", watch)
             watch.rest()
             hurt_digest = job.digest(120.0)
         finally:
-            ray.shutdown()
-            cluster.shutdown()
+            nodes.close()
     say("what happened to the second run")
     timeline(watch.events)
     say(f"left alone {alone}")

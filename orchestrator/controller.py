@@ -427,7 +427,7 @@ class Controller:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), self._loop))
 
     def _status(self) -> dict[str, Any]:
-        return status_of(self._core, self._config, self._now(), self._started_wall)
+        return {**status_of(self._core, self._config, self._now(), self._started_wall), "pid": os.getpid()}
 
     def _scale(self, n: int, by: str) -> dict[str, Any]:
         limits = self._config.scaling

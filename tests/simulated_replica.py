@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 from collections import deque
 from collections.abc import Generator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from everstep.actors import wire
@@ -40,7 +40,6 @@ class Rules:
     """A step that was being applied while it promised is told as soon as it is applied."""
     repeats_formed: bool = True
     """An order that comes twice is answered twice."""
-    votes_after_reduction: bool = True
 
 
 class Broken(Exception):
@@ -237,14 +236,9 @@ class Replica:
             self.check()
             assert self.group is not None
             self.moved("reduce")
-            if self.world.rules.votes_after_reduction:
-                gradient = yield from self.group.reduce(self, step)
-                self.reduction_complete(gradient)
-                pause = yield from self.group.vote(self, step)
-            else:
-                pause = yield from self.group.vote(self, step)
-                gradient = yield from self.group.reduce(self, step)
-                self.reduction_complete(gradient)
+            gradient = yield from self.group.reduce(self, step)
+            self.reduction_complete(gradient)
+            pause = yield from self.group.vote(self, step)
             if self.world.rules.promise_covers_commit:
                 self.check()
             elif self.released:
@@ -529,7 +523,3 @@ class Replica:
 def vote_text(key: tuple[int, int], step: int) -> str:
     """The result of the vote of one step in one generation."""
     return base64.b64encode(f"{key}:{step}".encode()).decode()
-
-
-def with_applied(status: wire.Status, applied: int) -> wire.Status:
-    return replace(status, applied=applied)

@@ -4,6 +4,9 @@ Used by the reducer, in the training thread. Each shard's forward starts from th
 in them depends on nothing but the shard. Floating-point buffers become the mean over the shards, in the order of the
 tree; others (counters such as `num_batches_tracked`) the maximum. Only buffers that some forward was seen to write to
 are reduced: that set is agreed on by vote, and only grows.
+
+To see a write, a tensor's version counter is not enough: `torch.batch_norm` does not touch it. So buffers that are not
+in the set yet are compared with the committed copy; large ones (masks and tables, as a rule) by version alone.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from everstep.actors.groups.base import Group
 from everstep.actors.reduction.plan import Plan, Strategy, room
 from everstep.actors.reduction.tree import fold, leaf
 
+_SMALL = 1 << 16  # elements
+
 
 class Buffers:
     """Live buffers, the committed copies, and what the shards computed here left in them."""
@@ -25,7 +30,7 @@ class Buffers:
         self._names = [name for name, _ in named]
         self._live = [tensor for _, tensor in named]
         self._committed = [tensor.detach().clone() for tensor in self._live]
-        self._clean = [tensor._version for tensor in self._live]  # versions at which live equals committed
+        self._versions = [tensor._version for tensor in self._live]  # at which live equals committed
         self._captured: dict[
             int, dict[int, Tensor]
         ] = {}  # shard → buffer → what its forward left there, scaled
@@ -57,19 +62,24 @@ class Buffers:
 
     def reload(self) -> None:
         """The live buffers were loaded: they are the committed ones now."""
-        for index, live in enumerate(self._live):
-            self._committed[index].copy_(live.detach())
-            self._clean[index] = live._version
+        for committed, live in zip(self._committed, self._live, strict=True):
+            committed.copy_(live.detach())
+        self._versions = [live._version for live in self._live]
 
     def restore(self) -> None:
-        """Set what a forward has written to back to the committed value."""
-        for index in self._dirty():
-            self._set_live(index)
+        """Before a forward: undo what was written outside of shards."""
+        self._set_live(self._agreed.union(self._moved()))
+
+    def undo(self) -> None:
+        """Undo what a forward that was broken off may have written."""
+        self._set_live(self._agreed.union(self._moved(), self._changed()))
 
     def capture(self, shard: int, scale: float) -> None:
-        """Keep what the forward of `shard` left. `scale` is the shard's weight, applied to floating-point buffers."""
-        self._captured[shard] = {index: self._weighted(self._live[index], scale) for index in self._dirty()}
+        """Keep what the forward of `shard` left, and undo it. `scale` is the shard's weight, for floating point."""
+        written = self._agreed.union(self._moved(), self._changed())
+        self._captured[shard] = {index: _weighted(self._live[index], scale) for index in written}
         self._scales[shard] = scale
+        self._set_live(written)
 
     def keep_only(self, shards: Collection[int]) -> None:
         """Forget the other shards."""
@@ -104,9 +114,8 @@ class Buffers:
         """Make the reduced values the committed and the live ones."""
         for index, value in self._reduced.items():
             self._committed[index].copy_(value)
-            self._set_live(index)
+        self._set_live(self._reduced)
         self._reduced = {}
-        self.restore()
 
     def _reduce_means(
         self, indices: list[int], group: Group, plan: Plan, strategy: Strategy, device: torch.device
@@ -131,7 +140,7 @@ class Buffers:
         captured = {} if shard is None else self._captured[shard]
         scale = 1.0 if shard is None else self._scales[shard]
         parts = [
-            captured[index] if index in captured else self._weighted(self._committed[index], scale)
+            captured[index] if index in captured else _weighted(self._committed[index], scale)
             for index in indices
         ]
         return torch.cat([part.reshape(-1) for part in parts])
@@ -143,19 +152,34 @@ class Buffers:
             yield index, flat[offset : offset + live.numel()].view(live.shape)
             offset += live.numel()
 
-    def _dirty(self) -> list[int]:
-        return [i for i, live in enumerate(self._live) if live._version != self._clean[i]]
+    def _moved(self) -> list[int]:
+        return [i for i, live in enumerate(self._live) if live._version != self._versions[i]]
 
-    def _set_live(self, index: int) -> None:
-        live = self._live[index]
+    def _changed(self) -> list[int]:
+        """Small buffers outside of the set whose content is not the committed one."""
+        found: list[int] = []
+        for device in {live.device for live in self._live}:
+            others = [
+                i
+                for i, live in enumerate(self._live)
+                if i not in self._agreed and live.numel() <= _SMALL and live.device == device
+            ]
+            if others:  # one transfer for all of them
+                flags = torch.stack([(self._live[i].detach() != self._committed[i]).any() for i in others])
+                found += [i for i, changed in zip(others, flags.tolist(), strict=True) if changed]
+        return found
+
+    def _set_live(self, indices: Iterable[int]) -> None:
         with torch.no_grad():
-            live.copy_(self._committed[index])
-        self._clean[index] = live._version
+            for index in indices:
+                live = self._live[index]
+                live.copy_(self._committed[index])
+                self._versions[index] = live._version
 
-    @staticmethod
-    def _weighted(value: Tensor, scale: float) -> Tensor:
-        value = value.detach()
-        return value * scale if scale != 1.0 and _is_mean(value) else value.clone()
+
+def _weighted(value: Tensor, scale: float) -> Tensor:
+    value = value.detach()
+    return value * scale if scale != 1.0 and _is_mean(value) else value.clone()
 
 
 def _is_mean(tensor: Tensor) -> bool:

@@ -181,7 +181,7 @@ class Reducer:
         self._leave_attempt()
         self._collector.abandon()
         self._buffers.keep_only(self.kept())
-        self._buffers.restore()
+        self._buffers.undo()
 
     def close(self) -> None:
         """End the threads and take the hooks off the parameters."""

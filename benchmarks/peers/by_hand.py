@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 
 def _free_port() -> int:
@@ -47,7 +48,9 @@ def main() -> None:
     try:
         while True:
             workers = _start(options.world_size, options.command)
-            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)  # returns as soon as one of them has ended
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)  # returns as soon as one of them has ended
+            pid = ended.si_pid if ended else "?"
+            print(f"{time.time():.3f} process {pid} ended; all are killed and started again", flush=True)
             _kill(workers)
     finally:
         _kill(workers)

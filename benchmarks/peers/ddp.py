@@ -68,7 +68,7 @@ def training_loop(
             turns.next_step()
         x, y = next(data)
         optimizer.zero_grad(set_to_none=True)
-        F.mse_loss(model(x), y).backward()
+        F.mse_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         log.done(step)
         step += 1

@@ -60,7 +60,7 @@ def ddp_by_hand(house: Household, kills: int) -> PeerResult:
         "benchmarks.peers.by_hand", "--world-size", str(WORLD), "benchmarks.peers.ddp",
         "--folder", str(folder), "--checkpoint", str(folder / "checkpoint.pt"),
     )  # fmt: skip
-    return _measured(house, [process], folder, kills, timeout_s=60.0)
+    return _measured(house, [process], folder, kills, timeout_s=120.0)
 
 
 def torchrun(house: Household, kills: int) -> PeerResult:
@@ -74,7 +74,7 @@ def torchrun(house: Household, kills: int) -> PeerResult:
         )
         for _ in range(WORLD)
     ]  # fmt: skip
-    return _measured(house, agents, folder, kills, timeout_s=90.0)
+    return _measured(house, agents, folder, kills, timeout_s=150.0)
 
 
 def ray_train(house: Household, kills: int, address: str) -> PeerResult:
@@ -84,7 +84,7 @@ def ray_train(house: Household, kills: int, address: str) -> PeerResult:
         return PeerResult(problem=f"not measured: {' and '.join(missing)} missing (pip install 'everstep[bench]')")
     folder = _folder(house, "ray_train")
     process = house.module("benchmarks.peers.ray_train", "--address", address, "--folder", str(folder))
-    return _measured(house, [process], folder, kills, timeout_s=120.0)
+    return _measured(house, [process], folder, kills, timeout_s=180.0)
 
 
 def _folder(house: Household, name: str) -> Path:

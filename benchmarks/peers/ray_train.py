@@ -61,7 +61,7 @@ def main() -> None:
         worker,
         train_loop_config={"folder": options.folder},
         torch_config=TorchConfig(backend="gloo"),
-        scaling_config=train.ScalingConfig(num_workers=(1, WORLD)),
+        scaling_config=train.ScalingConfig(num_workers=(1, WORLD)),  # type: ignore[arg-type]  # the stub is of the old API
         run_config=train.RunConfig(
             name="ray-train",
             storage_path=str(Path(options.folder) / "storage"),

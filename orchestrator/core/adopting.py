@@ -31,7 +31,7 @@ def on_adopt(run: RunState, event: m.Adopt) -> None:
     run.phase = Phase.ADOPTING
     run.adopt = event
     run.expected = set(event.replicas)
-    run.deadline = run.now + run.settings.adopt_timeout_s
+    run.deadline = run.fenced_at = run.now + run.settings.adopt_timeout_s
     finish_adopting(run, force=not event.replicas)
 
 
@@ -156,7 +156,8 @@ def adopt_absent(run: RunState, newest: wire.Generation | None, *, all_here: boo
     run.expected = set()
     # Ids that were given out after the memo was written are not given out again.
     known = max((*run.replicas, *(newest.members if newest else ()), *died), default=-1)
-    run.next_id = max(run.next_id, known + 1) + run.target + run.settings.spares
+    assert run.adopt is not None
+    run.next_id = max(run.next_id, known + 1, run.adopt.next_id) + run.target + run.settings.spares
 
 
 def adopt_history(run: RunState, hellos: dict[int, wire.Hello]) -> None:
@@ -196,6 +197,8 @@ def resume(
         ending.end(run, memo["outcome"], memo["reason"])
         return
     changing.shrink_pool(run)
+    if newest is None and not memo.get("number") and not run.step:
+        run.fenced_at = 0.0  # there has been no generation yet
     if newest is None:
         run.enter(Phase.GATHERING)
         return

@@ -15,6 +15,8 @@ from everstep.policies.budget import FailureClass
 from everstep.policies.seeds import derive_seed
 
 _MAX_CHARGED = 64
+_MAY_LIVE_ON = frozenset({FailureClass.NODE_LOSS, FailureClass.NETWORK})
+"""Nobody has seen these processes end: behind a cut link they go on until their lease ends."""
 
 
 def on_fault(run: RunState, event: wire.Fault) -> None:
@@ -57,6 +59,8 @@ def lose(run: RunState, replica: m.Replica, cause: str, failure: FailureClass | 
     if replica.state is ReplicaState.RELEASED:
         run.emit(events.ReplicaReleased(replica=replica.replica, node=replica.node, reason=replica.leaving))
         return
+    if failure in _MAY_LIVE_ON:
+        run.fenced_at = max(run.fenced_at, replica.heard_s + run.settings.adopt_timeout_s)
     if not replica.finished:
         newcomer = replica.state not in (ReplicaState.MEMBER, ReplicaState.PARKED)
         gone = m.Vanished(

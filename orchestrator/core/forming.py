@@ -23,10 +23,16 @@ def decide(run: RunState, survivors: list[m.Replica]) -> None:
         run.move(replica, ReplicaState.PARKED)
     newest = newest_step(survivors)
     run.reached = newest or 0
+    promised = run.generation is not None and any(r.replica in run.generation.members for r in survivors)
     if newest is None:
         survivors = without_void(run, survivors)
     if run.stop_wanted:
         ending.end(run, "stopped", run.stop_wanted)
+        return
+    if newest is None and run.now < run.fenced_at and not promised:
+        # Nobody here holds the state. Those who held it might go on with it, all together, where we do not see them.
+        wait_for_more(run, Shortage(have=len(survivors), need=run.settings.min_replicas))
+        run.deadline = run.fenced_at
         return
     plan = choose(
         survivors=survivors,

@@ -33,8 +33,9 @@ class Settings:
     form_timeout_s: float = 10.0
     settle_s: float = 2.0
     adopt_timeout_s: float = 35.0
-    """How long a controller that came back waits for replicas of which it does not know that they are dead. It must
-    be longer than their lease: who has not come by then has stopped itself, so the others can go on without it."""
+    """After so long without a word of the controller a replica has stopped itself: it must be longer than the lease.
+    So long a controller that came back waits for replicas of which it does not know that they are dead, and so long
+    the last who hold the state may be silent before they are given up."""
     end_timeout_s: float = 10.0
     await_storage: bool = False
     """Replicas forget a step's record only when `Core.stored` said that it is in storage, not when it was emitted."""
@@ -181,6 +182,8 @@ class Adopt(ClusterEvent):
     step: int | None = None
     """Steps of that history whose `StepCommitted` is in storage, so that none is told twice. None: not known; then the
     replicas' records decide, and steps that were stored but not yet acknowledged to them are told again."""
+    next_id: int = 0
+    """First replica id that was not given out, as the stored events say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,6 +75,8 @@ class RunState:
         """Why the last generation was stopped is known and counted: it was wished, or somebody was lost."""
         self.hold_until = 0.0
         """The next generation is not sent out before: re-forms that nobody's loss explains become slower."""
+        self.fenced_at = 0.0
+        """When the leases of all who were lost without proof of their death must have ended."""
         self.reference: tuple[str, ...] | None = None
         self.durations = StepDurations()
         self.rebalance = Rebalance()

@@ -49,16 +49,37 @@ def forgive_own_pause(run: RunState) -> None:
 
 
 def expire_silent(run: RunState) -> None:
+    """Who has not been heard of for too long is given up.
+
+    But when all who hold the state are silent at once, it is more likely that we are cut off than that all are dead,
+    and giving them up would throw the state away: they have until their lease must have ended.
+    """
     limit, start_limit = run.settings.heartbeat_timeout_s, run.settings.start_timeout_s
+    silent = []
     for replica in list(run.replicas.values()):
-        silent = run.now - replica.heard_s
-        if replica.state in _HEARD and silent > limit:
-            give_up(run, replica, f"no heartbeat for {silent:.1f} s", FailureClass.NETWORK)
+        since = run.now - replica.heard_s
+        if replica.state in _HEARD and since > limit:
+            silent.append(replica)
         elif replica.state is ReplicaState.WARMING and run.now - replica.warming_s > start_limit:
-            give_up(run, replica, f"not ready after {run.now - replica.warming_s:.0f} s", FailureClass.UNKNOWN)
+            text = f"not ready after {run.now - replica.warming_s:.0f} s"
+            give_up(run, replica, text, FailureClass.UNKNOWN)
         elif replica.state is ReplicaState.RELEASED and run.now - replica.since_s > run.settings.end_timeout_s:
             ending.kill(run, replica, "released but did not go")
             replica.since_s = run.now
+    if not silent:
+        return
+    last = are_last_holders(run, silent)
+    for replica in silent:
+        since = run.now - replica.heard_s
+        if replica.state is ReplicaState.READY or not last or since > run.settings.adopt_timeout_s:
+            give_up(run, replica, f"no heartbeat for {since:.1f} s", FailureClass.NETWORK)
+
+
+def are_last_holders(run: RunState, suspects: list[m.Replica]) -> bool:
+    """Without these nobody would be left who holds the state."""
+    without = {r.replica for r in suspects}
+    seated = (run.index[ReplicaState.MEMBER], run.index[ReplicaState.PARKED])
+    return not any(i not in without and not r.void for part in seated for i, r in part.items())
 
 
 def expire_unexplained(run: RunState) -> None:
@@ -81,6 +102,8 @@ def phase_overdue(run: RunState) -> None:
     run.deadline = run.now + run.settings.park_timeout_s
     late = [run.replicas[i] for i in sorted(run.awaited) if i in run.replicas]
     run.awaited.intersection_update(run.replicas)
+    if are_last_holders(run, late) and all(run.now - r.heard_s > run.settings.heartbeat_s * 2 for r in late):
+        return  # silent, all of them: see `expire_silent`
     for replica in late:
         give_up(run, replica, "did not answer the abort", FailureClass.NETWORK)
 

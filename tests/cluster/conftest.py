@@ -31,7 +31,9 @@ class Nodes:
             self.kill(self.workers[-1])
 
     def add(self) -> Any:
-        node = self.cluster.add_node(num_cpus=1, object_store_memory=80_000_000)
+        # Nodes on one machine share a folder by default, and the first to leave would empty it for all.
+        folder = f"runtime_resources_{next(_names)}"
+        node = self.cluster.add_node(num_cpus=1, object_store_memory=80_000_000, runtime_env_dir_name=folder)
         self.workers.append(node)
         return node
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import socket
@@ -20,6 +21,7 @@ from torch import nn
 from everstep.actors import transfer, transfer_protocol
 from everstep.actors.transfer import Fetch, StateServer, ping
 from everstep.actors.transfer_protocol import Connection, connect
+from everstep.checkpoint.hashing import ByteSpace
 from everstep.checkpoint.state import RegisteredState
 from everstep.errors import InternalError, StateError, StateMismatch, TransferFailed
 from tests.procs.test_transfer import SMALL, STRIPE, TOKEN, VERSION, Address, joiner, make_state
@@ -204,37 +206,45 @@ def test_withdraw_does_not_wait_for_a_stuck_reader() -> None:
         assert ping(server.address, TOKEN) == os.getpid()
 
 
-def test_memory_that_changes_after_withdraw_never_reaches_a_joiner(no_cancel: threading.Event) -> None:
-    """Withdraw at random moments, scribble at once: the joiner has the old state whole, or says that it has not."""
-    source = make_state(SMALL, filled=True)
-    outcomes = set()
-    with StateServer("127.0.0.1", TOKEN) as server:
-        for delay_s in (0.005, 0.01, 0.02, 20.0):
-            snapshot = source.capture()
-            expected = source.digest(snapshot)
-            server.offer(VERSION, snapshot)
-            fetch, _ = joiner()
-            done = threading.Event()
+@pytest.mark.parametrize("after_chunks", [1, 2, 9, 17])
+def test_memory_that_changes_after_withdraw_never_reaches_a_joiner(
+    after_chunks: int, no_cancel: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Withdrawn in the middle of a stripe, and scribbled over at once: what the joiner keeps is the old state."""
+    snapshot = make_state(SMALL, filled=True).capture()
+    offsets = snapshot.plan().offsets
+    old = ByteSpace([tensor.clone() for tensor in snapshot.tensors], offsets)
+    reached, count, true_hash = threading.Event(), itertools.count(1), transfer.hash64
 
-            def scribble(delay_s: float, done: threading.Event) -> None:
-                done.wait(delay_s)
-                server.withdraw()
-                for tensor in source.capture().tensors:
-                    tensor.add_(1)
+    def hash64(chunk: list[memoryview]) -> int:
+        if next(count) == after_chunks:
+            reached.set()
+            while server._offer is not None:  # withdraw has begun, and waits for us
+                time.sleep(0.001)
+        return true_hash(chunk)
 
-            trainer = threading.Thread(target=scribble, args=(delay_s, done))
-            trainer.start()
-            try:
-                fetch.run([server.address], no_cancel, delay_s + 0.5)
-                outcomes.add("whole")
-            except TransferFailed as error:
-                assert "hash" not in str(error)
-                outcomes.add("gone")
-            done.set()
-            trainer.join()
-            if not fetch.missing and fetch.layout is not None:
-                assert fetch.digest() == expected
-    assert outcomes == {"whole", "gone"}
+    def scribble() -> None:
+        reached.wait(30)
+        server.withdraw()
+        for tensor in snapshot.tensors:
+            tensor.fill_(7)
+
+    fetch, _ = joiner(stripe_bytes=8 << 20)
+    with StateServer("127.0.0.1", TOKEN, grace_s=30) as server:
+        server.offer(VERSION, snapshot)
+        monkeypatch.setattr(transfer, "hash64", hash64)
+        trainer = threading.Thread(target=scribble)
+        trainer.start()
+        with pytest.raises(TransferFailed, match=r"withdrew|not offer"):
+            fetch.run([server.address], no_cancel, 30)
+        trainer.join()
+    held = {0, 1, 2} - set(fetch.missing)
+    assert len(held) == after_chunks // 8
+    for number in held:
+        for ours, theirs in zip(
+            fetch.space.views(*fetch.stripe(number)), old.views(*fetch.stripe(number)), strict=True
+        ):
+            assert ours == theirs
 
 
 def test_a_new_offer_replaces_the_old_one(server: StateServer, no_cancel: threading.Event) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -402,7 +403,7 @@ def test_submit_waits_for_a_head_that_is_still_starting(
         return submit(**job)
 
     monkeypatch.setattr(client, "submit_job", starting)
-    monkeypatch.setattr(cli_jobs.time, "sleep", lambda _: None)
+    monkeypatch.setattr("time.sleep", lambda _: None)
     assert everstep("submit", "--", "python", "train.py").exit_code == 0
     monkeypatch.setattr(
         client, "submit_job", lambda **_: (_ for _ in ()).throw(RuntimeError("status code 400: no"))
@@ -437,6 +438,7 @@ def test_an_address_given_wins_over_the_environment(
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "http://other:8265")
     assert everstep("status", "--address", "head:6379").output.startswith("RUN")
+    assert "RAY_ADDRESS" not in os.environ, "Ray would let it win"
 
 
 def test_names_of_actors_are_those_that_everybody_looks_for(monkeypatch: pytest.MonkeyPatch) -> None:

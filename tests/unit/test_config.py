@@ -142,7 +142,7 @@ def test_python_callers_hear_the_same_as_yaml() -> None:
     with pytest.raises(ConfigError, match=r"scaling = .*: must be a ScalingConfig, not a mapping"):
         config(scaling={"max_replicas": 4})
     with pytest.raises(TypeError):
-        FailureConfig("skip")  # type: ignore[misc]
+        FailureConfig("skip")  # type: ignore[call-arg]
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 
 from everstep.checkpoint import hashing
 from everstep.checkpoint.state import Layout, RegisteredState, Snapshot
+from everstep.checkpoint.tree import unflatten
 from everstep.errors import StateError
 
 
@@ -78,6 +79,19 @@ def test_overrides_stand_in_for_entries_and_touch_nothing() -> None:
     for unknown in ({"model": {"nope": other}}, {"nope": {"a": other}}):
         with pytest.raises(StateError, match="override of"):
             state.capture(unknown)
+
+
+def test_override_reaches_shared_buffers_and_skips_those_that_are_not_state() -> None:
+    model = nn.ModuleList([nn.BatchNorm1d(3), nn.BatchNorm1d(3)])
+    model[1].running_mean = model[0].running_mean
+    model[0].register_buffer("cache", torch.zeros(2), persistent=False)
+    other = torch.full((3,), 7.0)
+    snapshot = RegisteredState({"m": model}).capture(
+        {"m": {"0.running_mean": other, "0.cache": torch.ones(2)}}
+    )
+    tree = unflatten(snapshot.skeleton, snapshot.tensors)["m"]
+    assert torch.equal(tree["0.running_mean"], other) and torch.equal(tree["1.running_mean"], other)
+    assert torch.equal(tree["0.running_var"], torch.ones(3)) and "0.cache" not in tree
 
 
 def test_signature_names_modules_tensors_and_objects_but_no_lazy_state() -> None:
