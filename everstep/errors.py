@@ -1,26 +1,26 @@
 """The one exception family of Everstep. Everything the project raises on purpose is here.
 
-    EverstepError
-    ├── UserError                 the caller's input or code; never retried
-    │   ├── ConfigError           a field, its value, and what would be right
-    │   ├── RunNameTaken          a live run of that name has a live driver
-    │   ├── RunNotFound           no live run of that name on this cluster
-    │   ├── TrainingError         an exception left the user's train function; carries its traceback
-    │   ├── LoopError             the loop broke the session's rules (forgot `commit`, `register` after `steps`, ...)
-    │   ├── StateMismatch         a replica registered other names, shapes or dtypes than its peers
-    │   ├── StateError            a registered object, or what its state_dict holds, cannot be state
-    │   └── NonFiniteLoss         loss or gradient was NaN or infinite and the policy says stop
-    ├── PeerError                 another replica's fault; the protocol handles these, users rarely see them
-    │   ├── GroupBroken           a collective failed or was aborted
-    │   ├── Fenced                this replica's generation is over
-    │   └── TransferFailed        state could not be fetched, or did not match its hash
-    ├── InfrastructureError       machines, network, cluster
-    │   ├── BudgetExhausted       more failures of one class than the run may absorb
-    │   ├── ControllerUnreachable the controller did not answer within the deadline
-    │   ├── RunStopped            the run was stopped by command before its last step
-    │   └── CannotStart           replicas could not be started
-    └── InternalError             a bug of ours; please report it with the run's events
-        └── IllegalEvent          the controller's core met an event its table forbids
+EverstepError
+├── UserError                 the caller's input or code; never retried
+│   ├── ConfigError           a field, its value, and what would be right
+│   ├── RunNameTaken          a live run of that name has a live driver
+│   ├── RunNotFound           no live run of that name on this cluster
+│   ├── TrainingError         an exception left the user's train function; carries its traceback
+│   ├── LoopError             the loop broke the session's rules (forgot `commit`, `register` after `steps`, ...)
+│   ├── StateMismatch         a replica registered other names, shapes or dtypes than its peers
+│   ├── StateError            a registered object, or what its state_dict holds, cannot be state
+│   └── NonFiniteLoss         loss or gradient was NaN or infinite and the policy says stop
+├── PeerError                 another replica's fault; the protocol handles these, users rarely see them
+│   ├── GroupBroken           a collective failed or was aborted
+│   ├── Fenced                this replica's generation is over
+│   └── TransferFailed        state could not be fetched, or did not match its hash
+├── InfrastructureError       machines, network, cluster
+│   ├── BudgetExhausted       more failures of one class than the run may absorb
+│   ├── ControllerUnreachable the controller, or the whole cluster, did not answer within the deadline
+│   ├── RunStopped            the run was stopped by command before its last step
+│   └── CannotStart           replicas could not be started
+└── InternalError             a bug of ours; please report it with the run's events
+    └── IllegalEvent          the controller's core met an event its table forbids
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class BudgetExhausted(InfrastructureError):
 
 
 class ControllerUnreachable(InfrastructureError):
-    """The controller did not answer within its deadline."""
+    """The controller did not answer within its deadline, or no Ray cluster was found to ask."""
 
 
 class RunStopped(InfrastructureError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,11 @@ _TOLD = {
     "run_started", "generation_formed", "replica_ready", "replica_lost", "replica_released", "recovery",
     "scale_requested", "node_draining", "waiting", "resumed", "run_ended",
 }  # fmt: skip
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def say(text: str) -> None:
@@ -75,7 +81,8 @@ class Nodes:
 
         self._count = 0
         self.cluster = Cluster()
-        self.add(include_dashboard=True, env_vars={"EVERSTEP_STORAGE": storage})
+        # Another cluster on this machine may have the default port of the agent that starts jobs.
+        self.add(include_dashboard=True, dashboard_agent_listen_port=_free_port(), env_vars={"EVERSTEP_STORAGE": storage})
         context = ray.init(address=self.cluster.address, namespace=connect.NAMESPACE, log_to_driver=False)
         self.dashboard = f"http://{context.dashboard_url}"
         self.workers = [self.add() for _ in range(3)]

@@ -26,7 +26,7 @@ from everstep.orchestrator.live import live_view
 if TYPE_CHECKING:
     from everstep.actors.session import Session
 
-_POLL_S = 5.0
+_POLL_S = 2.0
 _ANSWER_S = 30.0
 _SILENCE_S = 120.0
 """How long the controller may be unreachable (Ray restarts it meanwhile) before the driver gives up."""
@@ -95,7 +95,7 @@ def _start_or_attach(train: Callable[[Session], Any], config: RunConfig) -> Any:
 def _attachable(controller: Any, config: RunConfig, deadline: float) -> bool:
     """True: go on with this controller. False: it is about to be gone, look again."""
     try:
-        if connect.ask(controller, "driver_alive"):
+        if _has_driver(controller):
             raise RunNameTaken(
                 f"a run named {config.name!r} is live on this cluster and has a driver. Choose another name, follow it "
                 f"with `everstep events {config.name} --follow`, or end it with `everstep stop {config.name}`"
@@ -107,6 +107,18 @@ def _attachable(controller: Any, config: RunConfig, deadline: float) -> bool:
         return True
     except errors.RunNotFound:
         return False
+
+
+def _has_driver(controller: Any) -> bool:
+    """A driver that was just killed seems alive for some seconds: ask until that is over."""
+    from everstep.orchestrator.controller import DRIVER_SILENCE_S
+
+    deadline, pause = time.monotonic() + DRIVER_SILENCE_S + 1.0, threading.Event()
+    while connect.ask(controller, "driver_alive"):
+        if time.monotonic() > deadline:
+            return True
+        pause.wait(0.5)
+    return False
 
 
 def _wait_gone(name: str, deadline: float) -> None:
@@ -175,8 +187,7 @@ def _follow(controller: Any, config: RunConfig) -> Result:
                 threading.Event().wait(0.5)
                 continue
             batch = [parse(line) for line in answer["events"]]
-            # A restarted controller numbers its events anew.
-            after = answer["next"] if answer["next"] >= after or batch else 0
+            after = answer["next"]
             recoveries += [e for e in batch if isinstance(e, Recovery)]
             view.show(batch)
             if answer["ended"]:
@@ -196,8 +207,13 @@ def _result(answer: Mapping[str, Any], recoveries: Sequence[Recovery], last: Seq
     where = f"run {answer['run']!r} {answer['outcome']} after step {answer['steps']}"
     if answer["outcome"] == "stopped":
         raise RunStopped(f"{where}: {reason}")
-    head = reason.rsplit("\n", 1)[-1].split(":")[0].split(" ")[0]
-    kind = getattr(errors, head, TrainingError)
-    if not (isinstance(kind, type) and issubclass(kind, EverstepError)):
-        kind = TrainingError
-    raise kind(f"{reason}\n{where}")
+    raise _kind_of(reason)(f"{reason}\n{where}")
+
+
+def _kind_of(reason: str) -> type[EverstepError]:
+    """The exception that a reason names: its last line that begins with one of the family."""
+    for line in reversed(reason.splitlines()):
+        kind = getattr(errors, line.split(":")[0].split(" ")[0], None)
+        if isinstance(kind, type) and issubclass(kind, EverstepError):
+            return kind
+    return TrainingError

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
 
 import everstep
 from everstep.errors import ConfigError, ControllerUnreachable, EverstepError, RunNotFound
-from everstep.orchestrator import cli_relay, cli_show, cli_submit, connect, environment, eventlog
-from everstep.orchestrator.events import Event, RunEnded, StepCommitted, parse
-from everstep.orchestrator.live import live_view
+from everstep.orchestrator import cli_relay, cli_submit, connect, environment
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -123,7 +121,7 @@ def submit(
         wait=not no_wait,
         as_json=as_json,
     )
-    sys.exit(cli_submit.submit(wish, address, _attach))
+    sys.exit(cli_submit.submit(wish, address))
 
 
 @cli.command()
@@ -135,17 +133,15 @@ def submit(
 )
 def status(run: str | None, address: str | None, as_json: bool, storage: str | None) -> None:
     """Show all live runs, or everything about RUN."""
+    from everstep.orchestrator import cli_show, cli_watch
+
     if run is None:
         _at_cluster(address)
-        statuses = [_status_or_silence(name) for name in connect.live_runs()]
+        statuses = cli_watch.all_statuses()
         click.echo(json.dumps(statuses) if as_json else cli_show.runs_table(statuses))
-        return
-    try:
-        _at_cluster(address)
-        found = connect.ask(connect.find_controller(run), "status")
-    except (RunNotFound, ControllerUnreachable) as error:
-        found = cli_show.logged_status(run, _logged(run, storage, error))
-    click.echo(json.dumps(found) if as_json else cli_show.run_text(found))
+    else:
+        found = cli_watch.status_of(run, storage, lambda: _at_cluster(address))
+        click.echo(json.dumps(found) if as_json else cli_show.run_text(found))
 
 
 @cli.command()
@@ -197,49 +193,12 @@ def events(
     run: str, follow: bool, steps: bool, address: str | None, as_json: bool, storage: str | None
 ) -> None:
     """Show what happened to RUN, also after it has ended."""
-    for line in _event_lines(run, follow, address, storage):
-        event = parse(line)
-        if as_json:
-            click.echo(line)
-        elif steps or not isinstance(event, StepCommitted):
-            click.echo(cli_show.event_line(event))
+    from everstep.orchestrator import cli_watch
 
-
-def _event_lines(run: str, follow: bool, address: str | None, storage: str | None) -> Iterator[str]:
-    try:
-        _at_cluster(address)
-        controller = connect.find_controller(run)
-    except (RunNotFound, ControllerUnreachable) as error:
-        yield from (event.to_json() for event in _logged(run, storage, error))
-        return
-    for lines in connect.event_lines(controller, follow=follow):
-        yield from lines
-
-
-def _logged(run: str, storage: str | None, error: EverstepError) -> tuple[Event, ...]:
-    """The events of a run that is not live, out of its log; the error that it is not live when there is none."""
-    place = environment.expand_home(storage or environment.default_storage())
-    history = eventlog.read_history(place, run)
-    if not history.events:
-        raise type(error)(f"{error}; and there is no log of it in {place}") from error
-    if history.damaged:
-        click.echo(f"{history.damaged} unreadable lines of the log in {place} are left out", err=True)
-    return history.last_run()
-
-
-def _attach(run: str, controller: Any) -> int:
-    """Shows a live run until it has ended; returns the exit code of its outcome."""
-    total = connect.ask(controller, "status").get("total")
-    view = live_view(sys.stdout, cli_submit.LOG_EVERY_S, total)
-    outcome = None
-    try:
-        for lines in connect.event_lines(controller, follow=True):
-            batch = [parse(line) for line in lines]
-            view.show(batch)
-            outcome = next((event.outcome for event in batch if isinstance(event, RunEnded)), outcome)
-    finally:
-        view.close()
-    return 0 if outcome == "finished" else 1
+    for text in cli_watch.event_texts(
+        run, storage, lambda: _at_cluster(address), follow=follow, steps=steps, as_json=as_json
+    ):
+        click.echo(text)
 
 
 def _at_cluster(address: str | None) -> None:
@@ -250,16 +209,6 @@ def _at_cluster(address: str | None) -> None:
     if environment.is_job_api(place):
         sys.exit(cli_relay.run_there(place, click.get_current_context().find_root().obj))
     connect.connect(address)
-
-
-def _status_or_silence(run: str) -> dict[str, Any]:
-    try:
-        answer: dict[str, Any] = connect.ask(connect.find_controller(run), "status", timeout_s=3.0)
-    except ControllerUnreachable:
-        return {"run": run, "phase": "no answer"}
-    except RunNotFound:
-        return {"run": run, "phase": "ended"}
-    return answer
 
 
 def _now(answer: Any) -> str:

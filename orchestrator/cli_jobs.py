@@ -5,7 +5,6 @@ Called by cli_submit.py and cli_relay.py. All errors of Ray's client leave here 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import time
@@ -104,6 +103,8 @@ class Jobs:
 
         Raises ControllerUnreachable when the connection breaks before.
         """
+
+        import asyncio
 
         async def tail() -> None:
             async for piece in self._client.tail_job_logs(job):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,6 @@ import click
 from everstep.errors import ConfigError, RunNotFound
 from everstep.orchestrator import connect, environment
 from everstep.orchestrator.cli_jobs import Jobs, JobState
-
-LOG_EVERY_S = 5.0
-"""Between progress lines when attached to a run from a pipe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +28,10 @@ class Submission:
     as_json: bool
 
 
-def submit(wish: Submission, address: str | None, attach: Callable[[str, Any], int]) -> int:
+def submit(wish: Submission, address: str | None) -> int:
     """Submits, or attaches to what is live under the name. Returns the exit code.
 
-    `attach(run, controller)` shows a live run and returns its exit code. Raises ControllerUnreachable, ConfigError.
+    Raises ControllerUnreachable, ConfigError.
     """
     if address:
         environment.forget_ray_addresses()
@@ -49,7 +46,7 @@ def submit(wish: Submission, address: str | None, attach: Callable[[str, Any], i
         return _told(wish, earlier.job if earlier else None, "live")
     click.echo(f"run {wish.run} is live; nothing is submitted, its events follow", err=True)
     if live:
-        return _attached(wish, controller, attach)
+        return _attached(wish, controller)
     assert earlier is not None
     return _log_until_end(jobs, wish, earlier.job)
 
@@ -95,9 +92,11 @@ def _log_until_end(jobs: Jobs, wish: Submission, job: str) -> int:
     return 1
 
 
-def _attached(wish: Submission, controller: Any, attach: Callable[[str, Any], int]) -> int:
+def _attached(wish: Submission, controller: Any) -> int:
+    from everstep.orchestrator import cli_watch
+
     try:
-        return attach(str(wish.run), controller)
+        return cli_watch.attach(str(wish.run), controller)
     except KeyboardInterrupt:
         click.echo(f"\nthe run goes on; see it again with `everstep events --follow {wish.run}`", err=True)
         raise

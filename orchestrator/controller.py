@@ -46,6 +46,8 @@ _log = logging.getLogger(__name__)
 _NODES_EVERY_S = 1.0
 _FLUSH_EVERY_S = 0.5
 _KEEP_EVENTS = 20_000
+DRIVER_SILENCE_S = 5.0
+"""A driver asks for events every two seconds; after this long without it, another one may take its place."""
 _LINGER_S = 30.0
 """How long an ended run's controller waits for somebody to read the result."""
 
@@ -83,6 +85,9 @@ class Controller:
 
     def __init__(self, spec: ControllerSpec, train: bytes) -> None:
         """`train`: the user's function, pickled; only replicas open it, so that the controller stays light."""
+        with warnings.catch_warnings():  # Ray's own use of a deprecated name
+            warnings.simplefilter("ignore")
+            restarted = ray.get_runtime_context().was_current_actor_reconstructed
         self._spec = spec
         self._train = train
         self._config = spec.config
@@ -92,7 +97,8 @@ class Controller:
         self._lines = Lines(self._on_line, self._on_line_lost)
         self._actors: dict[int, Any] = {}
         self._events: list[str] = []
-        self._first_event = 0
+        # Readers keep their place over a restart: a successor numbers on from far above.
+        self._first_event = time.time_ns() // 1_000_000 if restarted else 0
         self._news = asyncio.Event()
         self._unwritten: list[ev.Event] = []
         self._log = EventLog(spec.config.storage, spec.config.name, incarnation=self._incarnation)
@@ -109,9 +115,6 @@ class Controller:
         self._loop = asyncio.new_event_loop()
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
-        with warnings.catch_warnings():  # Ray's own use of a deprecated name
-            warnings.simplefilter("ignore")
-            restarted = ray.get_runtime_context().was_current_actor_reconstructed
         self._thread = threading.Thread(
             target=self._run, args=(restarted,), name="everstep-controller", daemon=True
         )
@@ -150,7 +153,7 @@ class Controller:
 
     async def driver_alive(self) -> bool:
         """True if a driver has asked for events lately."""
-        return time.monotonic() - self._driver_seen < 10.0
+        return time.monotonic() - self._driver_seen < DRIVER_SILENCE_S
 
     async def result(self) -> dict[str, Any] | None:
         """Outcome and numbers of an ended run; None while it goes on. Reading it lets the controller go."""

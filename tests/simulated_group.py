@@ -109,10 +109,25 @@ class Group:
         if kind == "vote":
             collective.result = any(collective.arrived.values())
             world.vote_complete(self.key, step)
+            if len(self.members) > 1 and world.split_due():
+                self._split(collective)
         else:
             collective.result = (self._reduced(step, collective), self.key)
+            world.moment("reduced")
         for member in self.members.values():
-            world.at(world.rng.uniform(0.0005, 0.01), self._deliver, collective, member, owner=member)
+            world.at(world.rng.choice((0.0005, 0.003, 0.02)), self._deliver, collective, member, owner=member)
+
+    def _split(self, collective: Collective) -> None:
+        """The result reaches some, and not the others; mostly because one of either dies."""
+        rng, ids = self.world.rng, list(self.members)
+        unlucky = rng.sample(ids, rng.randint(1, len(ids) - 1))
+        collective.lost.update(unlucky)
+        if rng.random() < 0.8:
+            victim = self.members[rng.choice(ids)]
+            self.world.at(rng.choice((0.0, 0.001, 0.01, 0.03)), self.world.die, victim, "killed while it voted")
+        for i in unlucky:
+            if rng.random() < 0.6:
+                self.world.at(0.005, self._error, collective, self.members[i], owner=self.members[i])
 
     def _reduced(self, step: int, collective: Collective) -> int:
         """The sum, after checking what no test of numbers would show: each shard once, of this very state."""

@@ -191,12 +191,14 @@ class Replica:
                 self.moved("user")
                 yield rng.uniform(0.0, 0.02)
             self.done = True
+            self.world.moment("done")
             self.moved("done")
             yield rng.choice((0.0, 0.01, 1.0, self.world.after_loop_s))
             self.finished = wire.Finished(
                 replica=self.id, applied=self.applied, digest=f"{self.state or 0:x}", value=self.applied
             )
             self.send(self.finished)
+            self.world.moment("finished")
         except Released:
             self.world.at(rng.uniform(0.001, 0.05), self.world.die, self, "released", owner=self)
         except UserCode as error:
@@ -264,6 +266,7 @@ class Replica:
 
     def _apply(self, step: int, key: tuple[int, int]) -> Thread:
         self.moved("apply")
+        self.world.moment("applying")
         gradient, self.gradient = self.gradient, None
         self.offer = None
         if gradient is None or gradient[1] != key or self.state is None:
@@ -271,7 +274,7 @@ class Replica:
         else:
             self.state = mix(self.state, step, gradient[0])
         self.world.applied(self, step, key)
-        yield self.world.rng.uniform(0.0005, 0.01)
+        yield self.world.rng.choice((0.001, 0.005, 0.03))
         generation = self.generation
         record = wire.Record(
             history=generation.history if generation else 0, generation=generation.number if generation else 0,
@@ -310,6 +313,7 @@ class Replica:
         generation = order.generation
         self.group = None
         if self.id in generation.roll_forward:
+            yield self.world.rng.choice((0.0, 0.0, 0.02))
             yield from self._roll_forward(order)
         elif self.applied == generation.step and self.id not in generation.fetch:
             self.gradient = None
@@ -348,6 +352,7 @@ class Replica:
     def _roll_forward(self, order: Order) -> Thread:
         if self.world.rules.promise_covers_roll_forward and order.number <= self.promised:
             raise Broken("generation is over")
+        self.world.moment("roll_forward")
         vote, step = order.generation.vote, self.applied
         key = self.gradient[1] if self.gradient is not None else (-1, -1)
         if vote != self.world.vote_of(key, step):
@@ -362,6 +367,7 @@ class Replica:
         self.gradient = None
         if world.rules.fetch_is_fresh:
             self.fresh = True
+        world.moment("fetching")
         missing, silent = world.rng.uniform(0.02, 1.0), 0.0
         got: int | None = None
         while missing > 0.0:
@@ -388,6 +394,7 @@ class Replica:
         if world.rules.fetch_forgets_vote:
             self.vote = ""
         world.fetched(self)
+        world.moment("fetched")
         self.send(wire.Fetched(replica=self.id, generation=order.number, num_bytes=1000, seconds=0.1))
 
     # ---- member: promises
@@ -413,6 +420,7 @@ class Replica:
         if not self.fenced():
             assert self.entered is not None
             self.promised = max(self.promised, self.entered.number)
+            self.world.moment("parked")
             self.send(self._parked(self.entered.number, boundary=True))
 
     def fault(self, number: int, error: Exception | str) -> None:
@@ -433,6 +441,7 @@ class Replica:
         )
 
     def hello(self) -> wire.Hello:
+        self.world.moment("hello")
         ready, newest = self.ready, self.order or self.entered
         return wire.Hello(
             run="run", token="token", replica=self.id, pid=self.id, node=self.node.name, host=self.node.name,
@@ -506,6 +515,7 @@ class Replica:
             self.notify()
 
     def _say_formed(self, number: int) -> None:
+        self.world.moment("formed")
         self.send(wire.Formed(replica=self.id, generation=number, connect_s=0.01))
 
     def _on_release(self, reason: str) -> None:

@@ -2,13 +2,14 @@
 
 Used by the serving thread of `mesh.py` and by no other. It holds no lock, never blocks and decides nothing.
 
-Protocol, in each direction: frames of a header (kind, channel, payload's bytes) and a payload. A large payload is sent
-once the receiver has said READY for it, so that it goes straight into the tensor that waits; a small one at once. On a
-channel both sides launch in the same order, so the n-th DATA belongs to the n-th READY and to the n-th receive.
+Protocol, in each direction: frames of a header (kind, channel, number, payload's bytes) and a payload. A large payload is
+sent once the receiver has said READY for it, so that it goes straight into the tensor that waits; a small one at once.
+Both sides launch alike on a channel, so they number its parcels alike, and frames may overtake each other.
 """
 
 from __future__ import annotations
 
+import itertools
 import select
 import socket
 import struct
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 
 from everstep.errors import GroupBroken
 
-HEADER = struct.Struct("<IIQ")
+HEADER = struct.Struct("<IIQQ")
 READY, DATA = 1, 2
 
 EAGER_BYTES = 16 << 10
@@ -60,27 +61,29 @@ class Transfer:
         return not self._left
 
 
-Pending = deque[tuple[memoryview, Transfer]]
+_Key = tuple[int, int]  # channel, number of the parcel on it
+_Parcel = tuple[memoryview, Transfer]
 
 
 class Connection:
-    """The connection to one peer. Its methods raise GroupBroken when the connection ends or the peer breaks the order."""
+    """The connection to one peer. Raises GroupBroken when it ends, or when the peer launches other collectives."""
 
     def __init__(self, connected: socket.socket, peer: int, epoll: select.epoll) -> None:
         self._socket = connected
         self._peer = peer
         self._epoll = epoll
         self._outbox: deque[tuple[memoryview, Transfer | None]] = deque()
-        self._offered: dict[int, Pending] = defaultdict(deque)  # large sends that the peer is not ready for
-        self._ready: dict[int, deque[int]] = defaultdict(
-            deque
-        )  # sizes that the peer is ready for, we not yet
-        self._expected: dict[int, Pending] = defaultdict(deque)
-        self._early: dict[int, deque[memoryview]] = defaultdict(deque)
+        self._send_numbers: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
+        self._receive_numbers: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
+        self._offered: dict[_Key, _Parcel] = {}  # large payloads that the peer is not ready for
+        self._ready: dict[_Key, int] = {}  # bytes the peer is ready for and that are not offered yet
+        self._expected: dict[_Key, _Parcel] = {}
+        self._early: dict[_Key, memoryview] = {}  # small payloads that nobody here expects yet
         self._header = memoryview(bytearray(HEADER.size))
         self._target = self._header  # what the next bytes go to
         self._filled = 0
-        self._receiving: Transfer | None = None
+        self._key: _Key = (0, 0)  # of the payload that is coming in
+        self._receiving: Transfer | None = None  # None also while an early one comes in
         self._wants_to_write = False
         epoll.register(connected, select.EPOLLIN)
 
@@ -93,27 +96,26 @@ class Connection:
 
     def expect(self, target: memoryview, channel: int, transfer: Transfer) -> None:
         """Receive into `target`."""
-        if early := self._early[channel]:
-            payload = early.popleft()
+        key = (channel, next(self._receive_numbers[channel]))
+        if (payload := self._early.pop(key, None)) is not None:
             self._check_size(payload.nbytes, target.nbytes)
             target[:] = payload
             transfer.parcel_done()
             return
-        self._expected[channel].append((target, transfer))
+        self._expected[key] = (target, transfer)
         if target.nbytes > EAGER_BYTES:
-            self._send(HEADER.pack(READY, channel, target.nbytes))
+            self._send(HEADER.pack(READY, *key, target.nbytes))
 
     def offer(self, payload: memoryview, channel: int, transfer: Transfer) -> None:
         """Send `payload`, now or when the peer is ready for it."""
-        header = HEADER.pack(DATA, channel, payload.nbytes)
+        key = (channel, next(self._send_numbers[channel]))
         if payload.nbytes <= EAGER_BYTES:
-            self._send(header + payload)
+            self._send(HEADER.pack(DATA, *key, payload.nbytes) + payload)
             transfer.parcel_done()  # it was copied
-        elif ready := self._ready[channel]:
-            self._check_size(ready.popleft(), payload.nbytes)
-            self._send(header, payload, transfer)
+        elif (size := self._ready.pop(key, None)) is not None:
+            self._send_payload(key, size, payload, transfer)
         else:
-            self._offered[channel].append((payload, transfer))
+            self._offered[key] = (payload, transfer)
 
     def close(self) -> None:
         """Close the connection and give up everything that is not done."""
@@ -159,41 +161,59 @@ class Connection:
             self._filled += got
             if self._filled == self._target.nbytes:
                 self._filled = 0
-                self._arrived()
+                if self._target is self._header:
+                    self._header_arrived(*HEADER.unpack(self._header))
+                else:
+                    self._payload_arrived()
 
-    def _arrived(self) -> None:
-        if self._target is not self._header:
-            self._target = self._header
-            if self._receiving is not None:
-                self._receiving.parcel_done()
-                self._receiving = None
-            return
-        kind, channel, size = HEADER.unpack(self._header)
+    def _header_arrived(self, kind: int, channel: int, number: int, size: int) -> None:
+        key = (channel, number)
         if kind == DATA:
-            self._start_payload(channel, size)
-        elif offered := self._offered[channel]:
-            payload, transfer = offered.popleft()
-            self._check_size(size, payload.nbytes)
-            self._send(HEADER.pack(DATA, channel, size), payload, transfer)
+            self._start_payload(key, size)
+        elif (parcel := self._offered.pop(key, None)) is not None:
+            self._send_payload(key, size, *parcel)
         else:
-            self._ready[channel].append(size)
+            self._ready[key] = size
 
-    def _start_payload(self, channel: int, size: int) -> None:
-        if expected := self._expected[channel]:
-            target, self._receiving = expected.popleft()
-            self._check_size(size, target.nbytes)
-            self._target = target
+    def _start_payload(self, key: _Key, size: int) -> None:
+        self._key = key
+        if (parcel := self._expected.pop(key, None)) is not None:
+            self._target, self._receiving = parcel
+            self._check_size(size, self._target.nbytes)
         else:
-            self._check_size(min(size, EAGER_BYTES), size)
+            self._check_size(size, min(size, EAGER_BYTES))
             self._target = memoryview(bytearray(size))
-            self._early[channel].append(self._target)
 
-    def _send(
-        self, header: bytes, payload: memoryview | None = None, transfer: Transfer | None = None
-    ) -> None:
-        self._outbox.append((memoryview(header), None))
-        if payload is not None:
-            self._outbox.append((payload, transfer))
+    def _payload_arrived(self) -> None:
+        payload, transfer = self._target, self._receiving
+        self._target, self._receiving = self._header, None
+        if transfer is not None:
+            transfer.parcel_done()
+        elif (parcel := self._expected.pop(self._key, None)) is not None:
+            # It is expected since it began to come in.
+            target, transfer = parcel
+            self._check_size(payload.nbytes, target.nbytes)
+            target[:] = payload
+            transfer.parcel_done()
+        else:
+            self._early[self._key] = payload
+
+    def _send_payload(self, key: _Key, size: int, payload: memoryview, transfer: Transfer) -> None:
+        """Send what the peer is ready to take `size` bytes of."""
+        try:
+            self._check_size(size, payload.nbytes)
+        except GroupBroken:
+            transfer.give_up()
+            raise
+        self._outbox.append((memoryview(HEADER.pack(DATA, *key, size)), None))
+        self._outbox.append((payload, transfer))
+        self._kick()
+
+    def _send(self, frame: bytes) -> None:
+        self._outbox.append((memoryview(frame), None))
+        self._kick()
+
+    def _kick(self) -> None:
         if not self._wants_to_write:
             self._write()
 
@@ -211,8 +231,7 @@ class Connection:
         for _, sending in self._outbox:
             if sending is not None:
                 yield sending
-        for pending in (*self._offered.values(), *self._expected.values()):
-            for _, transfer in pending:
-                yield transfer
+        for _, transfer in (*self._offered.values(), *self._expected.values()):
+            yield transfer
         if self._receiving is not None:
             yield self._receiving

@@ -64,13 +64,18 @@ def ddp_by_hand(house: Household, kills: int) -> PeerResult:
 
 
 def torchrun(house: Household, kills: int) -> PeerResult:
-    """torchrun's elastic agent: four agents as on four nodes, each with one worker."""
+    """torchrun's elastic agents, four as on four nodes, each with one worker.
+
+    torch 2.13 keeps one store for all attempts by default, and without a prefix: restarted gloo workers read the dead ones'
+    addresses in it and hang (`elastic/rendezvous/dynamic_rendezvous.py`, `rendezvous.py`). A variable turns that off.
+    """
     folder, port = _folder(house, "torchrun"), free_port()
     agents = [
         house.module(
             "torch.distributed.run", f"--nnodes=1:{WORLD}", "--nproc-per-node=1", "--max-restarts=100",
             "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=bench", "--local-addr=127.0.0.1",
             "--module", "benchmarks.peers.ddp", "--folder", str(folder), "--checkpoint", str(folder / "checkpoint.pt"),
+            env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         )
         for _ in range(WORLD)
     ]  # fmt: skip

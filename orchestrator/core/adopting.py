@@ -168,8 +168,9 @@ def adopt_history(run: RunState, hellos: dict[int, wire.Hello]) -> None:
     records = [r for h in hellos.values() for r in h.records if h.replica in run.index[ReplicaState.MEMBER]]
     told = run.adopt.step
     if told is None:
+        # Whoever is applying a step at this moment has no record of it yet: begin with the newest record there is.
         known = {r.step for r in records if r.history == run.history}
-        told = run.reached
+        told = max(known, default=run.reached - 1) + 1
         while told - 1 in known:
             told -= 1
     elif run.adopt.history < run.history:

@@ -61,8 +61,8 @@ def consider_change(run: RunState) -> None:
     assert generation is not None
     if run.reached > generation.step and (run.fetching or run.kept_sources):
         forming.all_fetched(run)  # it has committed a step, so everybody had the state
-    if run.all_done() or run.phase is not Phase.RUNNING:
-        return
+    if run.all_done() or run.phase is not Phase.RUNNING or run.reform is not None:
+        return  # one change at a time: the last one's story ends with the first commit of its generation
     cause = change_wanted(run)
     if cause:
         run.wish = ""

@@ -116,6 +116,14 @@ def member_lost(run: RunState, replica: m.Replica, was: ReplicaState, cause: str
     if was is ReplicaState.MEMBER and not (replica.finished and run.all_done()):
         if run.phase in (Phase.RUNNING, Phase.PAUSING, Phase.FORMING):
             park(run, f"replica {replica.replica} lost: {cause}", replica, planned=False)
+        elif run.phase is Phase.PARKING and run.reform is not None and run.reform.replica is None:
+            # A survivor's failed collective was heard of first; this is why it failed.
+            blame(run.reform, replica, f"replica {replica.replica} lost: {cause}")
+
+
+def blame(reform: Reform, replica: m.Replica, cause: str) -> None:
+    """Only the first to fail is to blame."""
+    reform.replica, reform.node, reform.cause, reform.planned = replica.replica, replica.node, cause, False
 
 
 def park(run: RunState, cause: str, blamed: m.Replica | None, *, planned: bool) -> None:
@@ -209,7 +217,8 @@ def on_user_failed(run: RunState, event: wire.UserFailed) -> None:
     at_the_end = bool(run.total) and event.step >= run.total
     if event.fatal or (not newcomer and (event.step == 0 or again or at_the_end)):
         why = "" if event.fatal or at_the_end else " at step 0" if event.step == 0 else f" twice at step {event.step}"
-        ending.end(run, "failed", f"{event.traceback.rstrip()}\nTrainingError{why}: {event.error}")
+        head = event.error if event.fatal else f"TrainingError{why}: {event.error}"
+        ending.end(run, "failed", f"{event.traceback.rstrip()}\n{head}")
         return
     # It has left its loop, and another one may get through where it did not: once for the same error.
     run.user_errors.add(fingerprint)

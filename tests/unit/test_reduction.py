@@ -318,6 +318,18 @@ def test_unused_frozen_tied_and_strided_parameters(make: Any, shares: Sequence[A
         reference[0].reducer.start_step()
 
 
+def test_a_shard_without_a_gradient_adds_zero_wherever_it_is_computed(make: Any) -> None:
+    """0.0 + -0.0 is 0.0: leaving the addition out would keep the sign on one replica and lose it on two."""
+
+    def loss(model: nn.Module, shard: int) -> Tensor:
+        return (model[0].bias * -0.0).sum() if shard == 0 else model[2].bias.sum()
+
+    for shares in ([range(2)], [(1, 0)], [[0], [1]]):
+        replicas = make(len(shares), mlp, 2)
+        all_step(replicas, shares, loss)
+        assert not torch.signbit(replicas[0].gradients()["0.bias"]).any()
+
+
 def test_several_backward_calls_in_a_shard_add_up_before_the_tree(make: Any) -> None:
     def compute(replica: Replica, group: Any, shares: Sequence[Any]) -> None:
         replica.reducer.attach(group, shares)
