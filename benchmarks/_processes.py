@@ -6,6 +6,7 @@ Called by the benchmarks' main programs only.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -20,6 +21,7 @@ import psutil
 from benchmarks._common import ROOT
 
 _GRACE_S = 10.0
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 class Household:
@@ -33,6 +35,7 @@ class Household:
 
     def __enter__(self) -> Household:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that leaving the context happens
+        _adopt_orphans()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -75,6 +78,12 @@ class Household:
             process.kill()
             process.wait(_GRACE_S)
         end_all(below, grace_s=1.0)
+
+
+def _adopt_orphans() -> None:
+    """From here on what a process of ours leaves behind becomes our own child, and is found and ended (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_all(processes: Sequence[psutil.Process], *, grace_s: float = 5.0) -> int:

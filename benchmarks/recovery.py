@@ -32,6 +32,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _common as common
+from benchmarks._everstep import EverstepRun, RunFailed, faults_in_order
+from benchmarks._processes import Household, ray_cluster
+from benchmarks.peers import measure as peers
 
 CONTENDERS = ("everstep", "ddp", "torchrun", "ray_train")
 _QUIET_STEPS = 30
@@ -39,10 +42,8 @@ _PEER_KILLS = 2
 _PHASES = ("detect", "notice", "decide", "connect", "transfer", "redo")
 
 
-def measure_everstep(house: Any, address: str, kills: int) -> dict[str, Any]:
+def measure_everstep(house: Household, address: str, kills: int) -> dict[str, Any]:
     """Raises RunFailed."""
-    from benchmarks._everstep import EverstepRun, faults_in_order
-
     with EverstepRun(house, address, "recovery") as run:
         run.wait_steps(3, common.WORLD, timeout_s=90.0)
         step_s = _median_gap(run.wait_steps(_QUIET_STEPS, common.WORLD))
@@ -85,10 +86,6 @@ def _median_gap(commits: list[Any]) -> float:
 
 def measure(wanted: list[str], kills: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
     """(Everstep's numbers, the peers' by name, what went wrong by name)."""
-    from benchmarks._everstep import RunFailed
-    from benchmarks._processes import Household, ray_cluster
-    from benchmarks.peers import measure as peers
-
     own: dict[str, Any] = {}
     others: dict[str, Any] = {}
     problems: dict[str, str] = {}

@@ -28,12 +28,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _common as common
+from benchmarks._everstep import EverstepRun
+from benchmarks._processes import Household, free_port, ray_cluster
+from benchmarks._turns import Referee
 
 CONTENDERS = ("ddp", "fast", "ordered")
 LIMITS = {"fast": 1.02, "ordered": 1.05}
 BLOCK = 12
 _LEFT_OUT = 2
 _LEAST_ROUNDS = 3
+_START_TIMEOUT_S = 240.0
 
 Rounds = list[dict[str, list[float]]]
 """Per round and contender: seconds of each measured step."""
@@ -41,10 +45,6 @@ Rounds = list[dict[str, list[float]]]
 
 def measure(seconds: float) -> Rounds:
     """Rounds for about that long, after one that is not counted."""
-    from benchmarks._everstep import EverstepRun
-    from benchmarks._processes import Household, ray_cluster
-    from benchmarks._turns import Referee
-
     with (
         tempfile.TemporaryDirectory(prefix="everstep-bench-") as folder,
         Household(Path(folder)) as house,
@@ -53,21 +53,22 @@ def measure(seconds: float) -> Rounds:
         EverstepRun(house, address, "fast", reduction="fast", turns=referee.address, block=BLOCK),
         EverstepRun(house, address, "ordered", reduction="ordered", turns=referee.address, block=BLOCK),
     ):
-        host, port = referee.address
-        ddp = house.module(
-            "benchmarks.peers.by_hand", "--world-size", str(common.WORLD), "benchmarks.peers.ddp",
-            "--folder", folder, "--turns", f"{host}:{port}", "--block", str(BLOCK),
-        )  # fmt: skip
+        _start_ddp(house, referee.address)
         try:
-            referee.gather(len(CONTENDERS) * common.WORLD, timeout_s=120.0)
+            referee.gather(len(CONTENDERS) * common.WORLD, _START_TIMEOUT_S)
         except TimeoutError as error:
             raise SystemExit(f"{error}\n{house.last_words(15)}") from None
-        rounds = _rounds(referee, seconds)
-        house.end(ddp)
-        return rounds
+        return _rounds(referee, seconds)
 
 
-def _rounds(referee: Any, seconds: float) -> Rounds:
+def _start_ddp(house: Household, referee: tuple[str, int]) -> None:
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(common.WORLD)}
+    arguments = ["--folder", str(house.folder), "--turns", f"{referee[0]}:{referee[1]}", "--block", str(BLOCK)]
+    for rank in range(common.WORLD):
+        house.module("benchmarks.peers.ddp", *arguments, env={**place, "RANK": str(rank)})
+
+
+def _rounds(referee: Referee, seconds: float) -> Rounds:
     rounds: Rounds = []
     begin = time.monotonic()
     while len(rounds) <= _LEAST_ROUNDS or time.monotonic() - begin < seconds:

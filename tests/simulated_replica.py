@@ -313,7 +313,7 @@ class Replica:
         generation = order.generation
         self.group = None
         if self.id in generation.roll_forward:
-            yield self.world.rng.choice((0.0, 0.0, 0.02))
+            yield self.world.rng.choice((0.0, 0.0, 0.02, 1.5))
             yield from self._roll_forward(order)
         elif self.applied == generation.step and self.id not in generation.fetch:
             self.gradient = None

@@ -57,6 +57,10 @@ class Scenario:
     faults_s: float = 60.0
     faults: dict[str, float] = field(default_factory=lambda: dict(FAULTS))
     """Weight of each kind of fault."""
+    moments: tuple[str, ...] = ()
+    """Where ambushes are laid; all `MOMENTS` if empty."""
+    effects: tuple[str, ...] = ()
+    """What they do; all `EFFECTS` if empty."""
     budget: BudgetLimits = field(default_factory=lambda: LARGE_BUDGET)
     ordered: bool = True
     await_storage: bool = True
@@ -338,6 +342,7 @@ class World:
             for i in command.replicas:
                 if isinstance(command.message, wire.Release):
                     self.let_go.add(i)
+                    self._check_release(i, command.message.reason)
                 self._send_down(i, command.message)
             if not isinstance(command.message, wire.Ack | wire.Keep | wire.Welcome):
                 self.note(f"send {command.replicas}", command.message)
@@ -591,7 +596,10 @@ class World:
 
     def fault_ambush(self) -> None:
         """The next time that something certain happens, something else happens in the same moment."""
-        self.ambush[self.rng.choice(MOMENTS)] = self.rng.choice(EFFECTS)
+        self.ambush[self.rng.choice(self.scenario.moments or MOMENTS)] = self._effect()
+
+    def _effect(self) -> str:
+        return self.rng.choice(self.scenario.effects or EFFECTS)
 
     def moment(self, what: str) -> None:
         """Something happens for which an ambush may have been laid."""
@@ -600,7 +608,7 @@ class World:
             self.seen[f"ambush {what}"] += 1
             self.at(self.rng.choice((0.0, 0.001, 0.004, 0.02)), getattr(self, f"fault_{effect}"))
             if self.rng.random() < 0.3:
-                self.at(self.rng.uniform(0.0, 0.05), getattr(self, f"fault_{self.rng.choice(EFFECTS)}"))
+                self.at(self.rng.uniform(0.0, 0.05), getattr(self, f"fault_{self._effect()}"))
 
     def fault_split_vote(self) -> None:
         """The next vote's result reaches some of the members only."""
@@ -764,6 +772,16 @@ class World:
             shards = sorted(s for part in (*generation.held, *generation.todo) for s in part)
             if shards != list(range(self.settings.logical_shards)):
                 self.violation(f"the shards of generation {generation.number} are {shards}")
+
+    def _check_release(self, ident: int, reason: str) -> None:
+        """A change by wish must not let the last one go that holds the state."""
+        core, replica = self.core, self.replicas.get(ident)
+        wished = any(word in reason for word in ("scaled down", "drained", "SIGTERM"))
+        if core is None or core.phase in m.OVER or replica is None or replica.state is None or not wished:
+            return
+        others = [self.replicas[i] for i in self._seated(core) if i in self.replicas]
+        if replica.applied and not any(r.state is not None and not r.fresh for r in others):
+            self.violation(f"{replica} was let go ({reason}), and it was the last one who held the state")
 
     def _check_end(self) -> None:
         if self.ended_at is None:

@@ -21,12 +21,12 @@ Parcel = tuple[Tensor, int]
 """A contiguous tensor and the rank that it goes to or comes from."""
 
 # Calls on one channel must come in the same order on all ranks; calls on different channels may interleave freely.
-VOTE_CHANNEL, SCATTER_CHANNEL, GATHER_CHANNEL = 0, 2, 4
+SCATTER_CHANNEL, GATHER_CHANNEL = 0, 1  # the reduction's
+_SUM_CHANNEL, _SUM_GATHER_CHANNEL, _ALL_TO_ALL_CHANNEL, _ALL_GATHER_CHANNEL = 2, 3, 4, 5
 
-_SMALL_BYTES = (
-    64 << 10
-)  # below this an all-reduce sends everything to everybody: one round trip instead of two
-_ALIGN = 64  # elements; slices start where vector instructions like it
+_SMALL_BYTES = 64 << 10  # up to this an all-reduce sends everything to everybody, in one hop instead of two
+ALIGN = 64
+"""Elements. Slices start where vector instructions like it."""
 
 
 class Work(Protocol):
@@ -73,7 +73,8 @@ class Group(ABC):
 
     def all_reduce(self, tensor: Tensor, *, async_op: bool = False) -> Work | None:
         """SUM in place, added in rank order, so all ranks get the same bits. `tensor`: contiguous, any shape and
-        numeric dtype, equal on all ranks."""
+        numeric dtype, equal on all ranks. Of an asynchronous one the later half happens in `wait`, which therefore
+        all ranks must call."""
         flat = tensor.view(-1)
         small = flat.numel() * flat.element_size() <= _SMALL_BYTES
         return self._finish(self._sum_small(flat) if small else self._sum_large(flat), async_op)
@@ -91,13 +92,15 @@ class Group(ABC):
         parts_in = torch.split(input, list(input_splits))
         parts_out = torch.split(output, list(output_splits))
         parts_out[self.rank].copy_(parts_in[self.rank])
-        return self._finish(self._with_peers(parts_in, parts_out, channel=6), async_op)
+        return self._finish(self._with_peers(parts_in, parts_out, channel=_ALL_TO_ALL_CHANNEL), async_op)
 
     def all_gather(self, output: Tensor, input: Tensor, *, async_op: bool = False) -> Work | None:
         """`input`: 1-d, equal size on all ranks; `output`: 1-d, world_size times as long, in rank order."""
         parts = output.chunk(self.world_size) if input.numel() else [output] * self.world_size
         parts[self.rank].copy_(input)
-        return self._finish(self._with_peers([input] * self.world_size, parts, channel=7), async_op)
+        return self._finish(
+            self._with_peers([input] * self.world_size, parts, channel=_ALL_GATHER_CHANNEL), async_op
+        )
 
     def _finish(self, work: Work, async_op: bool) -> Work | None:
         if async_op:
@@ -116,7 +119,7 @@ class Group(ABC):
     def _sum_small(self, flat: Tensor) -> Work:
         rows = flat.new_empty((self.world_size, flat.numel()))
         rows[self.rank] = flat
-        work = self._with_peers([rows[self.rank]] * self.world_size, rows.unbind(), channel=VOTE_CHANNEL)
+        work = self._with_peers([rows[self.rank]] * self.world_size, rows.unbind(), channel=_SUM_CHANNEL)
 
         def add_up() -> None:
             flat.copy_(rows[0])
@@ -131,14 +134,14 @@ class Group(ABC):
         parts = [flat[start:stop] for start, stop in mine]
         own = parts[self.rank]
         rows = flat.new_empty((self.world_size, own.numel()))
-        work = self._with_peers(parts, rows.unbind(), channel=VOTE_CHANNEL)
+        work = self._with_peers(parts, rows.unbind(), channel=_SUM_CHANNEL)
 
         def add_up() -> Work:
             rows[self.rank] = own
             torch.add(rows[0], rows[1], out=own)
             for row in rows[2:]:
                 own.add_(row)
-            return self._with_peers([own] * self.world_size, parts, channel=VOTE_CHANNEL + 1)
+            return self._with_peers([own] * self.world_size, parts, channel=_SUM_GATHER_CHANNEL)
 
         return Then(work, add_up)
 
@@ -151,7 +154,7 @@ def slices(numel: int, world_size: int) -> list[tuple[int, int]]:
 
 def slice_size(numel: int, world_size: int) -> int:
     """Elements in a full slice of `slices`: numel / world_size, rounded up to the alignment."""
-    return -(-numel // (world_size * _ALIGN)) * _ALIGN
+    return -(-numel // (world_size * ALIGN)) * ALIGN
 
 
 class Then:
@@ -183,7 +186,7 @@ class LocalGroup(Group):
         return Arrived(self)
 
     def _sum_large(self, flat: Tensor) -> Work:
-        return self.exchange((), (), channel=VOTE_CHANNEL)
+        return self.exchange((), (), channel=_SUM_CHANNEL)
 
     _sum_small = _sum_large
 

@@ -46,12 +46,12 @@ class Collector:
         """`on_finished(n)`: during the last shard, the first n buckets are complete."""
         self._named = named
         self._buckets = buckets
-        self._slots = {slot.parameter: slot for bucket in buckets for slot in bucket.slots}
+        self._bucket_of = {slot.parameter: bucket.number for bucket in buckets for slot in bucket.slots}
         self._on_finished = on_finished
         self._opened: _Open | None = None
         self._overlap = True
         self._watching = True  # the first step's hooks only count, to see whether overlap is possible
-        self.store = Store(buckets, len(named), num_shards)
+        self.store = Store(buckets, num_shards)
         self.used = [False] * len(named)
         """Per parameter: a shard kept here had a gradient for it. May stay True after a shard was lost."""
         self._hooks = [
@@ -132,7 +132,7 @@ class Collector:
 
     def _take(self, opened: _Open, index: int) -> None:
         name, parameter = self._named[index]
-        slot = self._slots[index]
+        bucket = self._bucket_of[index]
         gradient, parameter.grad = parameter.grad, None
         if gradient is not None:
             if gradient.is_sparse:
@@ -142,11 +142,11 @@ class Collector:
             if gradient.requires_grad:  # backward(create_graph=True)
                 gradient = gradient.detach()
             opened.used[index] = True
-        opened.merging.take(slot, gradient)
+        opened.merging.take(index, gradient)
         opened.taken[index] = True
-        opened.left[slot.bucket] -= 1
-        if not opened.left[slot.bucket]:
-            opened.merging.finish_bucket(slot.bucket)
+        opened.left[bucket] -= 1
+        if not opened.left[bucket]:
+            opened.merging.finish_bucket(bucket)
             if opened.last:
                 self._tell(opened)
 

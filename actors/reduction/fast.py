@@ -25,12 +25,13 @@ class Fast:
         self, group: Group, plan: Plan, nodes: Sequence[Tensor], out: Tensor, numel: int
     ) -> Iterator[Work]:
         if group.ordered_launch:
-            return _all_reduce(group, plan, nodes, out[:numel])
+            yield from _all_reduce(group, plan, nodes, out[:numel])
+            return
         holders = [rank for rank, held in enumerate(plan.nodes) if held]
         one_each = tuple((leaf(holders.index(rank)),) if held else () for rank, held in enumerate(plan.nodes))
         by_rank = Plan(len(holders), plan.rank, one_each)
         partial = [_partial_sum(nodes)] if nodes else []
-        return reduce_in_order(group, by_rank, partial, out, numel, scale=1.0 / plan.num_shards)
+        yield from reduce_in_order(group, by_rank, partial, out, numel, scale=1.0 / plan.num_shards)
 
 
 def _all_reduce(group: Group, plan: Plan, nodes: Sequence[Tensor], out: Tensor) -> Iterator[Work]:

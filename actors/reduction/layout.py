@@ -7,7 +7,7 @@ registration, which is about the order in which backward produces gradients, and
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -45,9 +45,24 @@ class Bucket:
     slots: tuple[Slot, ...]
     numel: int
 
-    def empty(self, numel: int | None = None) -> Tensor:
-        """A new flat tensor of `numel` elements (default: the bucket's own)."""
-        return torch.empty(self.numel if numel is None else numel, dtype=self.dtype, device=self.device)
+    def empty(self, numel: int) -> Tensor:
+        """A new flat tensor of `numel` elements."""
+        return torch.empty(numel, dtype=self.dtype, device=self.device)
+
+
+class Gradients:
+    """One flat tensor per bucket, and each parameter's part of it, by the parameter's index."""
+
+    __slots__ = ("flats", "views")
+
+    def __init__(self, buckets: Sequence[Bucket], numel: Callable[[int], int] = lambda numel: numel) -> None:
+        """`numel`: elements to allocate for a bucket of so many, at least as many."""
+        self.flats = [bucket.empty(numel(bucket.numel)) for bucket in buckets]
+        self.views = {
+            slot.parameter: slot.view(self.flats[bucket.number])
+            for bucket in buckets
+            for slot in bucket.slots
+        }
 
 
 def trainable(named: Sequence[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
 from everstep.actors.groups.base import Group, Work
-from everstep.errors import EverstepError, InternalError
+from everstep.errors import InternalError
 
 _LANES = 3
 _DRAIN_S = 60.0
@@ -24,6 +24,7 @@ class Attempt:
     """One try to reduce a step over one group. Any thread."""
 
     def __init__(self, group: Group, on_failure: Callable[[BaseException], None]) -> None:
+        """`on_failure` must not raise."""
         self.group = group
         self._on_failure = on_failure
         self._changed = threading.Condition()
@@ -118,8 +119,6 @@ def _advance(attempt: Attempt, steps: Iterator[Work], work: Work | None) -> Work
         if work is not None:
             work.wait()  # also after a failure: until then the group may write into our tensors
         return None if attempt.failed else next(steps, None)
-    except EverstepError as error:
-        attempt.fail(error)
     except Exception as error:  # noqa: BLE001
         attempt.fail(error)
     return None

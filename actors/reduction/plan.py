@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from everstep.actors.groups.base import Group, Work, slice_size
+from everstep.actors.groups.base import ALIGN, Group, Work
 from everstep.actors.reduction.tree import Node, check_partition, cover, shards_of
 
 
@@ -66,5 +66,6 @@ class Strategy(Protocol):
 
 
 def room(numel: int, world_size: int) -> int:
-    """Elements that a strategy's `out` needs for a bucket of `numel`: one full slice per rank."""
-    return world_size * slice_size(numel, world_size)
+    """Elements that a strategy's `out` needs at least for a bucket of `numel`: a full slice per rank. Room for many
+    ranks is room for fewer."""
+    return numel + world_size * ALIGN

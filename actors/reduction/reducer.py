@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -27,7 +28,7 @@ from everstep.actors.groups.base import Group, Work
 from everstep.actors.reduction.buffers import Buffers
 from everstep.actors.reduction.collector import Collector
 from everstep.actors.reduction.fast import Fast
-from everstep.actors.reduction.layout import describe, lay_out, trainable
+from everstep.actors.reduction.layout import Gradients, describe, lay_out, trainable
 from everstep.actors.reduction.ordered import Ordered
 from everstep.actors.reduction.pipeline import Attempt, Pipeline
 from everstep.actors.reduction.plan import Plan, Strategy, make_plan, room
@@ -58,7 +59,8 @@ class Reducer:
             named_buffers: all buffers of the modules, shared ones once.
             logical_shards: V, the number of shards of every global batch.
             bucket_bytes: size from which gradients are reduced without waiting for more.
-            on_failure: called once per failed attempt, from another thread, at the moment of the failure.
+            on_failure: called once per failed attempt, from another thread, at the moment of the failure. Must not
+                raise.
         """
         named = trainable(named_parameters)
         self._parameters = [parameter for _, parameter in named]
@@ -70,7 +72,8 @@ class Reducer:
         self._strategy = _STRATEGIES[strategy]()
         self._on_failure = on_failure
         self._pipeline = Pipeline()
-        self._outs = [bucket.empty(0) for bucket in self._buckets]
+        self._means = Gradients([])  # room for them is made by attach
+        self._room_for = 0  # ranks
         self._plan: Plan | None = None
         self._attempt: Attempt | None = None
         self._launched = 0  # buckets of this attempt that are under way or done
@@ -106,9 +109,9 @@ class Reducer:
             raise InternalError(
                 f"shards {sorted(self.kept())} are held here, {shards_by_rank[group.rank]} are planned"
             )
-        for number, bucket in enumerate(self._buckets):
-            if self._outs[number].numel() < (needed := room(bucket.numel, plan.world_size)):
-                self._outs[number] = bucket.empty(needed)
+        if self._room_for < plan.world_size:
+            self._means = Gradients(self._buckets, partial(room, world_size=plan.world_size))
+            self._room_for = plan.world_size
         self._plan, self._attempt, self._launched = plan, Attempt(group, self._on_failure), 0
 
     def begin_shard(self, shard: int, *, last: bool, scale: float = 1.0) -> None:
@@ -168,16 +171,16 @@ class Reducer:
             bits: int64 [num_bits], `vote_bits` summed over the generation. A parameter that no shard used gets None.
         """
         used = bits.tolist()
-        for bucket in self._buckets:
-            for slot in bucket.slots:
-                mean = slot.view(self._outs[bucket.number]) if used[slot.parameter] else None
-                self._parameters[slot.parameter].grad = mean
+        for index, parameter in enumerate(self._parameters):
+            parameter.grad = self._means.views[index] if used[index] else None
         self._buffers.commit()
         self._collector.stop_watching()
 
     def discard(self) -> None:
         """The attempt's group is over. Returns when nothing of it is under way; complete shards are kept, the live
         buffers are the committed ones again."""
+        if self._attempt is not None:
+            self._attempt.group.abort()
         self._leave_attempt()
         self._collector.abandon()
         self._buffers.keep_only(self.kept())
@@ -240,7 +243,9 @@ class Reducer:
         while self._launched < until:
             bucket = self._buckets[self._launched]
             nodes = self._collector.store.flats(bucket.number, plan.mine)
-            steps = self._strategy.reduce(attempt.group, plan, nodes, self._outs[bucket.number], bucket.numel)
+            steps = self._strategy.reduce(
+                attempt.group, plan, nodes, self._means.flats[bucket.number], bucket.numel
+            )
             self._pipeline.submit(
                 attempt, steps if self._stream is None else self._on_stream(self._stream, steps)
             )
@@ -269,6 +274,8 @@ class Reducer:
         if self._attempt is not None:
             self._attempt.cancel()
             self._attempt = None
+            if self._stream is not None:
+                self._stream.synchronize()  # what was launched there ends with its group
 
 
 def _side_stream(device: torch.device) -> torch.cuda.Stream | None:

@@ -11,34 +11,19 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from everstep.actors.reduction.layout import Bucket, Slot
+from everstep.actors.reduction.layout import Bucket, Gradients
 from everstep.actors.reduction.tree import Node, merges, shards_of
-
-
-class PartialSum:
-    """The tensors of one node, reused for others later."""
-
-    __slots__ = ("flats", "views")
-
-    def __init__(self, buckets: Sequence[Bucket], num_parameters: int) -> None:
-        self.flats = [bucket.empty() for bucket in buckets]
-        views: dict[int, Tensor] = {}
-        for bucket in buckets:
-            for slot in bucket.slots:
-                views[slot.parameter] = slot.view(self.flats[bucket.number])
-        self.views = [views[index] for index in range(num_parameters)]
 
 
 class Store:
     """Held nodes. At most one shard is open at a time."""
 
-    def __init__(self, buckets: Sequence[Bucket], num_parameters: int, num_shards: int) -> None:
+    def __init__(self, buckets: Sequence[Bucket], num_shards: int) -> None:
         self._buckets = buckets
-        self._num_parameters = num_parameters
         self.num_shards = num_shards
-        self.held: dict[Node, PartialSum] = {}
+        self.held: dict[Node, Gradients] = {}
         self._opened: OpenShard | None = None
-        self._free: list[PartialSum] = []
+        self._free: list[Gradients] = []
         self._peak = 0  # most partial sums in use at once since `clear`
 
     @property
@@ -68,14 +53,14 @@ class Store:
         self._opened = OpenShard(self, siblings, partials, node, target)
         return self._opened
 
-    def closed(self, held: Mapping[Node, PartialSum], unused: Iterable[PartialSum]) -> None:
+    def closed(self, held: Mapping[Node, Gradients], unused: Iterable[Gradients]) -> None:
         """For OpenShard: this is what became of it and its siblings."""
         self._opened = None
         self.held.update(held)
         self._free += unused
 
-    def _take(self) -> PartialSum:
-        return self._free.pop() if self._free else PartialSum(self._buckets, self._num_parameters)
+    def _take(self) -> Gradients:
+        return self._free.pop() if self._free else Gradients(self._buckets)
 
 
 class OpenShard:
@@ -84,7 +69,7 @@ class OpenShard:
     __slots__ = ("_merged", "_partials", "_siblings", "_store", "_touched", "node", "target")
 
     def __init__(
-        self, store: Store, siblings: list[Node], partials: list[PartialSum], node: Node, target: PartialSum
+        self, store: Store, siblings: list[Node], partials: list[Gradients], node: Node, target: Gradients
     ) -> None:
         self._store = store
         self._siblings = siblings
@@ -94,10 +79,10 @@ class OpenShard:
         self.node = node
         self.target = target
 
-    def take(self, slot: Slot, gradient: Tensor | None) -> None:
+    def take(self, parameter: int, gradient: Tensor | None) -> None:
         """Merge in the shard's gradient of one parameter; None: there is none, which adds zero."""
         self._touched = True
-        view = self.target.views[slot.parameter]
+        view = self.target.views[parameter]
         if gradient is None:
             # Adding zero is no no-op: it turns -0.0 into 0.0, as it does where another rank adds this shard.
             view.add_(0) if self._merged else view.zero_()

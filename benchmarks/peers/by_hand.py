@@ -22,20 +22,29 @@ def _free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def _start(world_size: int, command: list[str]) -> dict[int, subprocess.Popen[bytes]]:
-    env = {**os.environ, "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    workers = (
-        subprocess.Popen([sys.executable, "-m", *command], env={**env, "RANK": str(rank)})
-        for rank in range(world_size)
-    )
-    return {worker.pid: worker for worker in workers}
+class _Group:
+    """The workers of one life of the job."""
 
+    def __init__(self) -> None:
+        self._workers: list[subprocess.Popen[bytes]] = []
 
-def _kill(workers: dict[int, subprocess.Popen[bytes]]) -> None:
-    for worker in workers.values():
-        worker.kill()
-    for worker in workers.values():
-        worker.wait(10.0)
+    def start(self, world_size: int, command: list[str]) -> None:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(world_size)}
+        for rank in range(world_size):
+            env = {**os.environ, **place, "RANK": str(rank)}
+            self._workers.append(subprocess.Popen([sys.executable, "-m", *command], env=env))
+
+    def wait_for_a_death(self) -> int:
+        """Returns the pid of the first that ends, at once."""
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        return ended.si_pid if ended else 0
+
+    def kill(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+        for worker in self._workers:
+            worker.wait(10.0)
+        self._workers.clear()
 
 
 def main() -> None:
@@ -44,16 +53,15 @@ def main() -> None:
     parser.add_argument("command", nargs=argparse.REMAINDER, help="module and its arguments")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    workers: dict[int, subprocess.Popen[bytes]] = {}
+    group = _Group()
     try:
         while True:
-            workers = _start(options.world_size, options.command)
-            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)  # returns as soon as one of them has ended
-            pid = ended.si_pid if ended else "?"
+            group.start(options.world_size, options.command)
+            pid = group.wait_for_a_death()
             print(f"{time.time():.3f} process {pid} ended; all are killed and started again", flush=True)
-            _kill(workers)
+            group.kill()
     finally:
-        _kill(workers)
+        group.kill()
 
 
 if __name__ == "__main__":

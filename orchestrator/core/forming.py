@@ -181,11 +181,13 @@ def formed(run: RunState) -> None:
 
 
 def on_fetched(run: RunState, event: wire.Fetched) -> None:
-    replica = run.replicas.get(event.replica)
-    if run.generation is None or event.generation != run.generation.number or event.replica not in run.fetching:
+    """A joiner holds the state now. While the generation is being stopped its `Parked` says what it holds, not this."""
+    generation, replica = run.generation, run.replicas.get(event.replica)
+    if generation is None or event.generation != generation.number or run.phase is Phase.PARKING:
         return
-    if replica is not None:
-        replica.void = False
+    if replica is None or event.replica not in run.fetching:
+        return
+    replica.void = False
     run.fetching.discard(event.replica)
     if run.reform is not None:
         run.reform.num_bytes += event.num_bytes

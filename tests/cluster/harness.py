@@ -104,6 +104,13 @@ class Run:
     def tail(self) -> str:
         return "\n".join(e.to_json()[:400] for e in self.seen[-12:])
 
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float = DEADLINE_S) -> None:
+        """Until something is so that no event tells."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"not so within {timeout_s} s; last events: {self.tail()}"
+            time.sleep(0.05)
+
     def wait_step(self, number: int) -> Event:
         return self.wait_for(lambda e: e.type == "step_committed" and e.step >= number)  # type: ignore[attr-defined]
 

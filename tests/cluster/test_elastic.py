@@ -140,9 +140,9 @@ def test_a_spare_replaces_the_dead_at_once_case_18(
     name: str, folder: Path, undisturbed: tuple[everstep.Result, Any]
 ) -> None:
     settings = config(name, folder, max_replicas=3, spares=1, backoff_s=60.0)
-    with Run(Loop(folder=str(folder), **LOOP), settings) as run:
+    with Run(Loop(folder=str(folder), steps=STEPS, compute_s=0.03), settings) as run:
         run.wait_world(3)
-        run.wait_for(lambda e: e.type == "replica_ready" and run.status()["spares_ready"] == 1)
+        run.wait_until(lambda: run.status()["spares_ready"] == 1)
         run.kill(run.replicas()[0])
         run.wait_for(lambda e: e.type == "generation_formed" and len(e.replicas) == 2)  # type: ignore[attr-defined]
         run.wait_world(3)

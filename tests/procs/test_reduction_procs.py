@@ -75,7 +75,13 @@ def train(state: dict[str, Any], steps: int, even: Sequence[Sequence[int]]) -> d
         group.abort()
         broken = str(error)
     kept = sorted(replica.reducer.kept())
-    return {"applied": state["applied"], "reduced": state["reduced"], "bits": state["bits"], "kept": kept, "broken": broken}
+    return {
+        "applied": state["applied"],
+        "reduced": state["reduced"],
+        "bits": state["bits"],
+        "kept": kept,
+        "broken": broken,
+    }
 
 
 def apply(state: dict[str, Any], bits: list[int]) -> None:

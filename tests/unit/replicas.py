@@ -16,7 +16,7 @@ from everstep.actors.groups.base import Group, LocalGroup, Parcel, Work
 from everstep.actors.reduction import Reducer
 from everstep.errors import GroupBroken
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 Loss = Callable[[nn.Module, int], Tensor]
 
 
