@@ -524,7 +524,8 @@ class Step:
         """Metrics of the batch at hand; `commit` reports their mean over the global batch."""
         shard = self.shard
         for name, value in values.items():
-            self._recorded.setdefault(name, {})[shard] = float(value)
+            number = value.detach() if isinstance(value, Tensor) else value
+            self._recorded.setdefault(name, {})[shard] = float(number)
 
     def commit(
         self,

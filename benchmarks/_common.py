@@ -175,10 +175,13 @@ def _receive(connection: socket.socket) -> float:
     return LOOPBACK_BYTES / (time.perf_counter() - begin)
 
 
-def machine() -> str:
-    """In words: cores and load, since every number here hangs on them."""
-    cores = len(os.sched_getaffinity(0))
-    return f"{cores} cores, load {os.getloadavg()[0]:.1f} at the start"
+def setting() -> str:
+    """What is trained and where, in words; to be asked at the start, since every number hangs on the machine's load."""
+    cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    return (
+        f"MLP of 10.0 million parameters, AdamW, global batch {GLOBAL_BATCH}, {WORLD} workers on CPU with gloo; "
+        f"{cores} cores, load {load:.1f} at the start"
+    )
 
 
 def pause(seconds: float) -> None:
@@ -194,7 +197,9 @@ def table(rows: Sequence[Sequence[str]], *, indent: str = "  ") -> str:
     widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
-        cells = [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=False))]
+        cells = [
+            c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=False))
+        ]
         lines.append((indent + "   ".join(cells)).rstrip())
     return "\n".join(lines)
 

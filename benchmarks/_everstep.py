@@ -51,7 +51,9 @@ def train(run: Any, turns: tuple[str, int] | None, block: int) -> None:
 def main() -> None:
     import everstep
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--address", required=True, help="of the Ray cluster")
     parser.add_argument("--name", required=True, help="of the run")
     parser.add_argument("--storage", required=True, help="folder of the event log")
@@ -215,7 +217,9 @@ class EverstepRun:
 
         first, recovery, between = self.wait(found)
         progress = (killed_at - last.time) / median_step_s
-        return Kill(progress=progress, killed_at=killed_at, first=first, recovery=recovery, steps_between=between)
+        return Kill(
+            progress=progress, killed_at=killed_at, first=first, recovery=recovery, steps_between=between
+        )
 
     def join_stalls(self, median_step_3_s: float, commits: Sequence[StepCommitted]) -> list[float]:
         """For each join from three to four: seconds between the commits around it, less the median step of three."""

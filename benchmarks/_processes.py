@@ -34,7 +34,7 @@ class Household:
         self._count = 0
 
     def __enter__(self) -> Household:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that leaving the context happens
+        _leave_on_sigterm()
         _adopt_orphans()
         return self
 
@@ -43,7 +43,9 @@ class Household:
             self.end(process)
         end_all(psutil.Process().children(recursive=True))
 
-    def module(self, name: str, *arguments: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    def module(
+        self, name: str, *arguments: str, env: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
         """Starts `python -m name`, its output in a log file of `folder`."""
         self._count += 1
         log = self.log_of(name, self._count)
@@ -62,7 +64,9 @@ class Household:
         """The ends of the logs of processes that failed, for an error message."""
         lines: list[str] = []
         for log in sorted(self.folder.glob("*.out"), key=lambda f: f.stat().st_mtime)[-2:]:
-            lines += [f"  {log.name}: {line}" for line in log.read_text(errors="replace").splitlines()[-limit:]]
+            lines += [
+                f"  {log.name}: {line}" for line in log.read_text(errors="replace").splitlines()[-limit:]
+            ]
         return "\n".join(lines)
 
     def end(self, process: subprocess.Popen[bytes]) -> None:
@@ -78,6 +82,11 @@ class Household:
             process.kill()
             process.wait(_GRACE_S)
         end_all(below, grace_s=1.0)
+
+
+def _leave_on_sigterm() -> None:
+    """All contexts are left, and so all processes ended."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 def _adopt_orphans() -> None:
@@ -119,6 +128,7 @@ def ray_cluster(*, nodes: int, cpus_per_node: int = 1) -> Iterator[str]:
         ray.init(
             address=cluster.address, namespace="everstep", log_to_driver=False, logging_level=logging.ERROR
         )
+        _leave_on_sigterm()  # ray.init has put a handler of its own in its place
         yield str(cluster.address)
     finally:
         before = psutil.Process().children(recursive=True)

@@ -72,7 +72,9 @@ class Referee:
                 connection, _ = self._server.accept()
             except TimeoutError:
                 there = {name: sorted(workers) for name, workers in self._workers.items()}
-                raise TimeoutError(f"not all workers came within {timeout_s:g} s; there are {there}") from None
+                raise TimeoutError(
+                    f"not all workers came within {timeout_s:g} s; there are {there}"
+                ) from None
             connection.settimeout(_WAIT_S)
             lines = connection.makefile("r")
             hello = json.loads(lines.readline())

@@ -21,13 +21,14 @@ Exit code 1 when Everstep could not be measured. Takes about five minutes.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ from benchmarks import _common as common
 from benchmarks._everstep import EverstepRun, RunFailed, faults_in_order
 from benchmarks._processes import Household, ray_cluster
 from benchmarks.peers import measure as peers
+from benchmarks.peers.measure import PeerResult
+from everstep.errors import EverstepError
 
 CONTENDERS = ("everstep", "ddp", "torchrun", "ray_train")
 _QUIET_STEPS = 30
@@ -58,7 +61,9 @@ def measure_everstep(house: Household, address: str, kills: int) -> dict[str, An
         run.wait_steps(3, common.WORLD)
         scaled = run.join_stalls(three_s, run.commits(since))
         commits = run.commits()
-        joins = [r for r in run.recoveries() if r.world_size_after > r.world_size_before and r.bytes_transferred]
+        joins = [
+            r for r in run.recoveries() if r.world_size_after > r.world_size_before and r.bytes_transferred
+        ]
     phases = [{name: hit.phases.get(name, 0.0) for name in _PHASES} for hit in hits]
     return {
         "median_step_s": step_s,
@@ -66,6 +71,7 @@ def measure_everstep(house: Household, address: str, kills: int) -> dict[str, An
         "kill_to_commit_s": statistics.median(h.kill_to_commit_s for h in hits),
         "kill_to_commit_all_s": [h.kill_to_commit_s for h in hits],
         "kill_at_share_of_step": [h.progress for h in hits],
+        "causes": [h.recovery.cause for h in hits],
         "steps_committed_between": [h.steps_between for h in hits],
         "shards_recomputed": [h.recovery.shards_recomputed for h in hits],
         "phases": {name: statistics.median(p[name] for p in phases) for name in _PHASES},
@@ -84,58 +90,62 @@ def _median_gap(commits: list[Any]) -> float:
     return statistics.median(b - a for a, b in itertools.pairwise(times))
 
 
-def measure(wanted: list[str], kills: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
+def measure(
+    wanted: Sequence[str], kills: int
+) -> tuple[dict[str, Any], dict[str, PeerResult], dict[str, str]]:
     """(Everstep's numbers, the peers' by name, what went wrong by name)."""
     own: dict[str, Any] = {}
-    others: dict[str, Any] = {}
+    others: dict[str, PeerResult] = {}
     problems: dict[str, str] = {}
-    with tempfile.TemporaryDirectory(prefix="everstep-bench-") as folder, Household(Path(folder)) as house:
+    with (
+        tempfile.TemporaryDirectory(prefix="everstep-bench-") as folder,
+        Household(Path(folder)) as house,
+        contextlib.ExitStack() as later,
+    ):
         own["loopback_bytes_per_s"] = common.loopback_bytes_per_s()
         own["state_bytes"] = common.state_bytes()
         # Those that need no Ray first, so that no cluster runs beside them.
-        for name, contender in (("ddp", peers.ddp_by_hand), ("torchrun", peers.torchrun)):
-            if name in wanted:
-                with _progress(name):
-                    others[name] = contender(house, _PEER_KILLS)
+        if "ddp" in wanted:
+            with _telling("ddp"):
+                others["ddp"] = peers.ddp_by_hand(house, _PEER_KILLS)
+        if "torchrun" in wanted:
+            with _telling("torchrun"):
+                others["torchrun"] = peers.torchrun(house, _PEER_KILLS)
+        address = ""
         if {"everstep", "ray_train"} & set(wanted):
-            with _progress("a Ray cluster of five nodes"):
-                cluster = ray_cluster(nodes=common.WORLD)
-                address = cluster.__enter__()
-            try:
-                if "everstep" in wanted:
-                    with _progress("everstep"):
-                        try:
-                            own |= measure_everstep(house, address, kills)
-                        except RunFailed as error:
-                            problems["everstep"] = str(error)
-                if "ray_train" in wanted:
-                    with _progress("ray_train"):
-                        others["ray_train"] = peers.ray_train(house, 1, address)
-            finally:
-                cluster.__exit__(None, None, None)
+            with _telling("start of a Ray cluster of five nodes"):
+                address = later.enter_context(ray_cluster(nodes=common.WORLD))
+        if "everstep" in wanted:
+            with _telling("everstep"):
+                try:
+                    own |= measure_everstep(house, address, kills)
+                except (RunFailed, EverstepError) as error:
+                    problems["everstep"] = f"{type(error).__name__}: {error}"
+        if "ray_train" in wanted:
+            with _telling("ray_train"):
+                others["ray_train"] = peers.ray_train(house, 1, address)
     problems |= {name: result.problem for name, result in others.items() if result.problem}
     return own, others, problems
 
 
-class _progress:
-    """Says what is being measured, and how long that took."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __enter__(self) -> None:
-        self._begin = time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        common.say(f"  … {self._what}: {time.monotonic() - self._begin:.0f} s")
+@contextlib.contextmanager
+def _telling(what: str) -> Iterator[None]:
+    """Says what was done, and how long it took."""
+    begin = time.monotonic()
+    yield
+    common.say(f"  … {what}: {time.monotonic() - begin:.0f} s")
 
 
-def report(own: Mapping[str, Any], others: Mapping[str, Any], problems: Mapping[str, str]) -> dict[str, Any]:
+def report(
+    own: Mapping[str, Any], others: Mapping[str, PeerResult], problems: Mapping[str, str]
+) -> dict[str, Any]:
     """Prints the tables; returns the JSON object."""
     peers = {name: result.new_step_s for name, result in others.items()}
     kill_s = own.get("kill_to_commit_s")
     ratios = {name: value / kill_s for name, value in peers.items() if value and kill_s}
-    rows = [["", "median step", "SIGKILL to new step", "to any step", "steps lost", "kills", "times Everstep"]]
+    rows = [
+        ["", "median step", "SIGKILL to new step", "to any step", "steps lost", "kills", "times Everstep"]
+    ]
     if kill_s is not None:
         kills = len(own["kill_to_commit_all_s"])
         rows.append(
@@ -173,36 +183,49 @@ def report(own: Mapping[str, Any], others: Mapping[str, Any], problems: Mapping[
             }
             for name, result in others.items()
         },
-        "problems": dict(problems), "machine": common.machine(),
+        "problems": dict(problems),
     }  # fmt: skip
 
 
 def _report_everstep(own: Mapping[str, Any], ratios: Mapping[str, float]) -> None:
-    common.say("\nEverstep, each kill (milliseconds; detect: from SIGKILL to the first sign at the controller;")
+    common.say(
+        "\nEverstep, each kill (milliseconds; detect: from SIGKILL to the first sign at the controller;"
+    )
     common.say("notice: until all survivors have reported; redo: the lost shard, reduction and commit)")
-    rows = [["killed at", *_PHASES, "sum", "shards computed again"]]
-    for at, phases, total, shards in zip(
-        own["kill_at_share_of_step"], own["phases_all"], own["kill_to_commit_all_s"], own["shards_recomputed"],
-        strict=True,
-    ):  # fmt: skip
-        rows.append([f"{at:.0%} of a step", *(_ms(phases[n]) for n in _PHASES), _ms(total), str(shards)])
+    rows = [["killed at", *_PHASES, "sum", "shards computed again", "first sign"]]
+    columns = ("kill_at_share_of_step", "phases_all", "kill_to_commit_all_s", "shards_recomputed", "causes")
+    for at, phases, total, shards, cause in zip(*(own[name] for name in columns), strict=True):
+        times = [*(_ms(phases[n]) for n in _PHASES), _ms(total)]
+        rows.append([f"{at:.0%} of a step", *times, str(shards), cause[:40]])
     rows.append(["median", *(_ms(own["phases"][n]) for n in _PHASES), _ms(own["kill_to_commit_s"]), ""])
     common.say(common.table(rows))
     bandwidth, size = own["loopback_bytes_per_s"], own["state_bytes"]
     common.say("\nA fourth replica joins three")
     stalls = own["join_stalls_s"]
     listed = ", ".join(_ms(s) for s in stalls)
-    common.say(f"  the three stand still: {_ms(common.median(stalls))} ms (median of {len(stalls)}: {listed})")
-    common.say(f"  after `scale 4`: {_ms(own['join_stall_scaled_s'])} ms; median step of three {_ms(own['median_step_3_s'])} ms")
-    common.say(f"  state {size / 1e6:.1f} MB; loopback TCP {bandwidth / 1e9:.2f} GB/s, so one copy takes {_ms(size / bandwidth)} ms")
-    common.say(f"  bytes each joiner received: {', '.join(f'{b / 1e6:.1f} MB' for b in own['join_bytes']) or '–'}")
+    common.say(
+        f"  the three stand still: {_ms(common.median(stalls))} ms (median of {len(stalls)}: {listed})"
+    )
+    common.say(
+        f"  after `scale 4`: {_ms(own['join_stall_scaled_s'])} ms; median step of three {_ms(own['median_step_3_s'])} ms"
+    )
+    common.say(
+        f"  state {size / 1e6:.1f} MB; loopback TCP {bandwidth / 1e9:.2f} GB/s, so one copy takes {_ms(size / bandwidth)} ms"
+    )
+    common.say(
+        f"  bytes each joiner received: {', '.join(f'{b / 1e6:.1f} MB' for b in own['join_bytes']) or '–'}"
+    )
     common.say("\nGoals")
     _goal("next commit within a median step + 0.1 s", own["kill_to_commit_s"], own["median_step_s"] + 0.1)
     stall = common.median(stalls)
     if stall is not None:
         _goal("join stall within 1.5 × state / loopback + 0.1 s", stall, 1.5 * size / bandwidth + 0.1)
     if ratios:
-        _goal("next commit within 1/5 of the best peer", own["kill_to_commit_s"], min(ratios.values()) * own["kill_to_commit_s"] / 5)
+        _goal(
+            "next commit within 1/5 of the best peer",
+            own["kill_to_commit_s"],
+            min(ratios.values()) * own["kill_to_commit_s"] / 5,
+        )
     _goal("steps lost", own["steps_lost"], 0, unit="")
 
 
@@ -216,21 +239,25 @@ def _ms(value: float | None) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    parser.add_argument("--only", default=",".join(CONTENDERS), help="some of the contenders, separated by commas")
-    parser.add_argument("--kills", type=int, default=5, help="SIGKILLs of Everstep's replicas (default: %(default)s)")
+    parser.add_argument(
+        "--only", default=",".join(CONTENDERS), help="some of the contenders, separated by commas"
+    )
+    parser.add_argument(
+        "--kills", type=int, default=5, help="SIGKILLs of Everstep's replicas (default: %(default)s)"
+    )
     options = parser.parse_args()
     wanted = [name.strip() for name in options.only.split(",")]
     if unknown := set(wanted) - set(CONTENDERS):
         parser.error(f"--only: {', '.join(sorted(unknown))} unknown; there are {', '.join(CONTENDERS)}")
     common.prepare_environment()
-    common.say(
-        f"10.0M-parameter MLP, AdamW, global batch {common.GLOBAL_BATCH}, {common.WORLD} workers, CPU, gloo; "
-        f"{common.machine()}"
-    )
+    setting = common.setting()
+    common.say(setting)
     own, others, problems = measure(wanted, options.kills)
-    result = report(own, others, problems)
+    result = {**report(own, others, problems), "setting": setting}
     if options.json:
         print(json.dumps(common.rounded(result)), flush=True)
     return 1 if "everstep" in problems else 0

@@ -63,7 +63,14 @@ def measure(seconds: float) -> Rounds:
 
 def _start_ddp(house: Household, referee: tuple[str, int]) -> None:
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(common.WORLD)}
-    arguments = ["--folder", str(house.folder), "--turns", f"{referee[0]}:{referee[1]}", "--block", str(BLOCK)]
+    arguments = [
+        "--folder",
+        str(house.folder),
+        "--turns",
+        f"{referee[0]}:{referee[1]}",
+        "--block",
+        str(BLOCK),
+    ]
     for rank in range(common.WORLD):
         house.module("benchmarks.peers.ddp", *arguments, env={**place, "RANK": str(rank)})
 
@@ -84,7 +91,9 @@ def evaluate(rounds: Rounds) -> dict[str, Any]:
     """The JSON object."""
     steps = {name: [s for r in rounds for s in r[name]] for name in CONTENDERS}
     medians = {name: statistics.median(times) for name, times in steps.items()}
-    result: dict[str, Any] = {f"{name}_over_ddp": medians[name] / medians["ddp"] for name in ("fast", "ordered")}
+    result: dict[str, Any] = {
+        f"{name}_over_ddp": medians[name] / medians["ddp"] for name in ("fast", "ordered")
+    }
     for name in ("fast", "ordered"):
         ratios = [statistics.median(r[name]) / statistics.median(r["ddp"]) for r in rounds]
         low, middle, high = statistics.quantiles(ratios, n=4)
@@ -95,7 +104,6 @@ def evaluate(rounds: Rounds) -> dict[str, Any]:
         "step_quartiles_s": {name: list(statistics.quantiles(times, n=4)) for name, times in steps.items()},
         "rounds": len(rounds),
         "steps_each": len(steps["ddp"]),
-        "machine": common.machine(),
     }
 
 
@@ -118,16 +126,16 @@ def _range(quartiles: Mapping[str, float]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--seconds", type=float, default=100.0, help="of measuring (default: %(default)g)")
     options = parser.parse_args(arguments)
     common.prepare_environment()
-    common.say(
-        f"10.0M-parameter MLP, AdamW, global batch {common.GLOBAL_BATCH}, {common.WORLD} workers, CPU, gloo; "
-        f"{common.machine()}"
-    )
-    result = evaluate(measure(options.seconds))
+    setting = common.setting()
+    common.say(setting)
+    result = {**evaluate(measure(options.seconds)), "setting": setting}
     report(result)
     if options.json:
         print(json.dumps(common.rounded(result)), flush=True)

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from everstep.actors import wire
-from tests.simulated_replica import Broken, Order, Replica, Thread, mix
+from tests.simulated_replica import Replica
+from tests.simulated_rules import Broken, Order, Thread, mix
 
 if TYPE_CHECKING:
     from tests.simulation import Node, World
@@ -73,7 +74,9 @@ class Group:
 
     def reduce(self, replica: Replica, step: int) -> Thread:
         """The reduced gradient, with the generation it belongs to."""
-        return self._collective(replica, "reduce", step, (dict(replica.kept), tuple(replica.shares), replica.state))
+        return self._collective(
+            replica, "reduce", step, (dict(replica.kept), tuple(replica.shares), replica.state)
+        )
 
     def vote(self, replica: Replica, step: int) -> Thread:
         """True if a pause is wanted after this step."""
@@ -124,7 +127,9 @@ class Group:
         collective.lost.update(unlucky)
         if rng.random() < 0.8:
             victim = self.members[rng.choice(ids)]
-            self.world.at(rng.choice((0.0, 0.001, 0.01, 0.03)), self.world.die, victim, "killed while it voted")
+            self.world.at(
+                rng.choice((0.0, 0.001, 0.01, 0.03)), self.world.die, victim, "killed while it voted"
+            )
         for i in unlucky:
             if rng.random() < 0.6:
                 self.world.at(0.005, self._error, collective, self.members[i], owner=self.members[i])
@@ -134,12 +139,16 @@ class Group:
         gradients: dict[int, int] = {}
         for i, (kept, shares, state) in collective.arrived.items():
             if tuple(sorted(kept)) != tuple(sorted(shares)):
-                self.world.violation(f"replica {i} holds shards {sorted(kept)} of step {step}, others expect {shares}")
+                self.world.violation(
+                    f"replica {i} holds shards {sorted(kept)} of step {step}, others expect {shares}"
+                )
             for shard, gradient in kept.items():
                 if shard in gradients:
                     self.world.violation(f"shard {shard} contributes twice to step {step}")
                 if gradient != mix(state, step, shard):
-                    self.world.violation(f"replica {i}: shard {shard} of step {step} was computed with another state")
+                    self.world.violation(
+                        f"replica {i}: shard {shard} of step {step} was computed with another state"
+                    )
                 gradients[shard] = gradient
         if len(gradients) != self.world.settings.logical_shards:
             self.world.violation(f"only shards {sorted(gradients)} contribute to step {step}")

@@ -7,78 +7,23 @@ replicas are equal if and only if they applied the same reductions, of the same 
 
 from __future__ import annotations
 
-import base64
 from collections import deque
-from collections.abc import Generator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from everstep.actors import wire
+from tests.simulated_process import Process
+from tests.simulated_rules import Broken, Order, Released, Thread, UserCode, mix
 
 if TYPE_CHECKING:
     from tests.simulated_group import Group
     from tests.simulation import Node, World
 
-Thread = Generator[float | None, None, Any]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
-    """What a replica must do so that its promises hold. A rule switched off is a defect the simulation must notice, or
-    that the controller must be able to live with."""
-
-    promise_covers_roll_forward: bool = True
-    """After a promise no step is rolled forward either."""
-    promise_covers_fetch: bool = True
-    """After a promise no fetched state is adopted."""
-    promise_covers_commit: bool = True
-    fetch_is_fresh: bool = True
-    """From the first fetched byte on it says that it holds no state."""
-    fetch_forgets_vote: bool = True
-    """A vote's result does not outlive the state it led to."""
-    speaks_when_fenced: bool = True
-    """A step that was being applied while it promised is told as soon as it is applied."""
-    repeats_formed: bool = True
-    """An order that comes twice is answered twice."""
-
-
-class Broken(Exception):
-    """GroupBroken, Fenced or TransferFailed: this generation is over for this replica."""
-
-
-class Released(Exception):
-    """ReleasedFromRun."""
-
-
-class UserCode(Exception):
-    """The user's code raised."""
-
-
-@dataclass(slots=True)
-class Order:
-    generation: wire.Generation
-    cancelled: bool = False
-    formed: bool = False
-    group: Group | None = None
-
-    @property
-    def number(self) -> int:
-        return self.generation.number
-
-
-def mix(*parts: object) -> int:
-    """A number that hangs on all of them; the same in every process, since the parts are integers."""
-    return hash(parts) & 0xFFFFFFFFFFFF
-
-
-class Replica:
+class Replica(Process):
     """One replica's process. `World` kills, freezes, cuts and hangs it."""
 
     def __init__(self, world: World, ident: int, node: Node) -> None:
-        self.world, self.id, self.node = world, ident, node
-        self.alive, self.frozen, self.hung = True, False, False
-        self.deferred: list[tuple[Any, tuple[Any, ...]]] = []
-        self.lease_until = world.now + world.lease_s
+        super().__init__(world, ident, node)
         self.epoch, self.connected, self.last_up, self.last_down = 0, False, 0.0, 0.0
         self.initial = world.initial_state(ident)
         self.state: int | None = self.initial
@@ -101,59 +46,13 @@ class Replica:
         self.released = ""
         self.phase, self.progress, self.seq, self.compute_s = "start", 0, 0, 0.0
         self.slowness = world.rng.uniform(0.8, 1.3)
-        self._thread: Thread = self._train()
-        self._waiting = self._resume_pending = False
+        self._thread = self._train()
         world.at(world.rng.uniform(0.05, 0.5), world.connect, self, owner=self)
         world.at(0.0, self._resume, owner=self)
         world.at(world.settings.heartbeat_s, self._beat, owner=self)
         world.at(world.lease_s, self._check_lease)
 
-    @property
-    def transfer(self) -> tuple[str, int]:
-        return (self.node.name, 10_000 + self.id)
-
-    @property
-    def out_of_reach(self) -> bool:
-        return not self.alive or self.frozen or self.node.cut
-
-    def __repr__(self) -> str:
-        return f"replica {self.id}"
-
     # ---- the process
-
-    def _resume(self) -> None:
-        if self.hung:
-            self._resume_pending = True
-            return
-        self._waiting = False
-        try:
-            pause = next(self._thread)
-        except StopIteration:
-            return
-        if pause is None:
-            self._waiting = True
-        else:
-            self.world.at(pause, self._resume, owner=self)
-
-    def notify(self) -> None:
-        """Something the training thread may wait for has changed."""
-        if self._waiting:
-            self._waiting = False
-            self.world.at(self.world.rng.uniform(0.0001, 0.002), self._resume, owner=self)
-
-    def unhang(self) -> None:
-        self.hung = False
-        if self._resume_pending:
-            self._resume_pending = False
-            self._resume()
-
-    def _check_lease(self) -> None:
-        # A kernel timer: it also ends a process that is stopped.
-        if self.alive:
-            if self.world.now >= self.lease_until:
-                self.world.die(self, "its lease ended")
-            else:
-                self.world.at(self.lease_until - self.world.now + 1e-6, self._check_lease)
 
     def _beat(self) -> None:
         if self.released and not self.connected:
@@ -161,9 +60,14 @@ class Replica:
         self.seq += 1
         self.send(
             wire.Beat(
-                replica=self.id, seq=self.seq, generation=self.entered.number if self.entered else 0,
-                applied=self.applied, phase=self.phase, progress=self.progress, compute_s=self.compute_s,
-            )  # fmt: skip
+                replica=self.id,
+                seq=self.seq,
+                generation=self.entered.number if self.entered else 0,
+                applied=self.applied,
+                phase=self.phase,
+                progress=self.progress,
+                compute_s=self.compute_s,
+            )
         )
         self.world.at(self.world.settings.heartbeat_s, self._beat, owner=self)
 
@@ -204,7 +108,11 @@ class Replica:
         except UserCode as error:
             self.send(
                 wire.UserFailed(
-                    replica=self.id, step=self.applied, error=str(error), traceback="Traceback ...", fatal=False
+                    replica=self.id,
+                    step=self.applied,
+                    error=str(error),
+                    traceback="Traceback ...",
+                    fatal=False,
                 )
             )
             self.world.at(5.0, self.world.die, self, "user code raised", owner=self)
@@ -270,16 +178,22 @@ class Replica:
         gradient, self.gradient = self.gradient, None
         self.offer = None
         if gradient is None or gradient[1] != key or self.state is None:
-            self.world.violation(f"{self} applies step {step} of {key} but holds {gradient}, state {self.state}")
+            self.world.violation(
+                f"{self} applies step {step} of {key} but holds {gradient}, state {self.state}"
+            )
         else:
             self.state = mix(self.state, step, gradient[0])
         self.world.applied(self, step, key)
         yield self.world.rng.choice((0.001, 0.005, 0.03))
         generation = self.generation
         record = wire.Record(
-            history=generation.history if generation else 0, generation=generation.number if generation else 0,
-            step=step, metrics={"loss": float(step)}, samples=1, step_s=0.1,
-        )  # fmt: skip
+            history=generation.history if generation else 0,
+            generation=generation.number if generation else 0,
+            step=step,
+            metrics={"loss": float(step)},
+            samples=1,
+            step_s=0.1,
+        )
         self.records.append(record)
         number = self.entered.number if self.entered else 0
         speak = generation is not None and generation.members[:1] == (self.id,)
@@ -390,7 +304,13 @@ class Replica:
             yield 0.1
         if order.number <= self.promised and world.rules.promise_covers_fetch:
             raise Broken("generation is over")
-        self.state, self.applied, self.fresh, self.reduced, self.kept = got, order.generation.step, False, False, {}
+        self.state, self.applied, self.fresh, self.reduced, self.kept = (
+            got,
+            order.generation.step,
+            False,
+            False,
+            {},
+        )
         if world.rules.fetch_forgets_vote:
             self.vote = ""
         world.fetched(self)
@@ -431,25 +351,46 @@ class Replica:
 
     def status(self) -> wire.Status:
         return wire.Status(
-            generation=self.entered.number if self.entered else 0, applied=self.applied, fresh=self.fresh,
-            reduced=self.reduced, kept=tuple(sorted(self.kept)), current=self.current, done=self.done, vote=self.vote,
-        )  # fmt: skip
+            generation=self.entered.number if self.entered else 0,
+            applied=self.applied,
+            fresh=self.fresh,
+            reduced=self.reduced,
+            kept=tuple(sorted(self.kept)),
+            current=self.current,
+            done=self.done,
+            vote=self.vote,
+        )
 
     def _parked(self, number: int, *, boundary: bool) -> wire.Parked:
         return wire.Parked(
-            replica=self.id, generation=number, boundary=boundary, status=self.status(), records=tuple(self.records)
+            replica=self.id,
+            generation=number,
+            boundary=boundary,
+            status=self.status(),
+            records=tuple(self.records),
         )
 
     def hello(self) -> wire.Hello:
         self.world.moment("hello")
         ready, newest = self.ready, self.order or self.entered
         return wire.Hello(
-            run="run", token="token", replica=self.id, pid=self.id, node=self.node.name, host=self.node.name,
-            transfer=self.transfer, status=self.status(), generation=newest.generation if newest else None,
-            ready=ready is not None, faulted=self.faulted or (self.entered is not None and self.fenced()),
-            memo=self.memo, records=tuple(self.records), signature=ready.signature if ready else (),
-            digest=ready.digest if ready else "", total=ready.total if ready else 0,
-        )  # fmt: skip
+            run="run",
+            token="token",
+            replica=self.id,
+            pid=self.id,
+            node=self.node.name,
+            host=self.node.name,
+            transfer=self.transfer,
+            status=self.status(),
+            generation=newest.generation if newest else None,
+            ready=ready is not None,
+            faulted=self.faulted or (self.entered is not None and self.fenced()),
+            memo=self.memo,
+            records=tuple(self.records),
+            signature=ready.signature if ready else (),
+            digest=ready.digest if ready else "",
+            total=ready.total if ready else 0,
+        )
 
     # ---- the control thread
 
@@ -528,8 +469,3 @@ class Replica:
     def leave(self) -> None:
         """SIGTERM."""
         self.send(wire.Leaving(replica=self.id, reason="SIGTERM"))
-
-
-def vote_text(key: tuple[int, int], step: int) -> str:
-    """The result of the vote of one step in one generation."""
-    return base64.b64encode(f"{key}:{step}".encode()).decode()

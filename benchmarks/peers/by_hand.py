@@ -48,7 +48,9 @@ class _Group:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--world-size", type=int, required=True)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="module and its arguments")
     options = parser.parse_args()

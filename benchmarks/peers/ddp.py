@@ -92,7 +92,9 @@ def load_from(file: Path, model: torch.nn.Module, optimizer: torch.optim.Optimiz
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", required=True, help="where the record of steps goes")
     parser.add_argument("--checkpoint", type=Path, help="saved every ten steps, and loaded if it is there")
     parser.add_argument("--turns", help="host:port of the referee that lets this contender go block by block")

@@ -20,7 +20,7 @@ from benchmarks._processes import Household, free_port
 
 _QUIET_STEPS = 25
 """Before the first kill: the median step is taken from them."""
-_LOOK_S = 0.02
+_LOOK_S = 0.05
 T = TypeVar("T")
 
 
@@ -86,7 +86,9 @@ def ray_train(house: Household, kills: int, address: str) -> PeerResult:
     """Ray Train with `num_workers=(1, 4)` on a running cluster with four free CPUs."""
     missing = [name for name in ("pandas", "pyarrow") if importlib.util.find_spec(name) is None]
     if missing:
-        return PeerResult(problem=f"not measured: {' and '.join(missing)} missing (pip install 'everstep[bench]')")
+        return PeerResult(
+            problem=f"not measured: {' and '.join(missing)} missing (pip install 'everstep[bench]')"
+        )
     folder = _folder(house, "ray_train")
     process = house.module("benchmarks.peers.ray_train", "--address", address, "--folder", str(folder))
     return _measured(house, [process], folder, kills, timeout_s=180.0)

@@ -52,7 +52,9 @@ def worker(config: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--address", required=True, help="of the Ray cluster")
     parser.add_argument("--folder", required=True, help="where the record of steps and the checkpoints go")
     options = parser.parse_args()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from everstep.actors import wire
 from everstep.orchestrator import events
-from everstep.orchestrator.core import ending, failing, forming
+from everstep.orchestrator.core import ending, forming, reforms
 from everstep.orchestrator.core import model as m
 from everstep.orchestrator.core.model import Phase, ReplicaState
 from everstep.orchestrator.core.state import RunState
@@ -61,12 +61,14 @@ def consider_change(run: RunState) -> None:
     assert generation is not None
     if run.reached > generation.step and (run.fetching or run.kept_sources):
         forming.all_fetched(run)  # it has committed a step, so everybody had the state
-    if run.all_done() or run.phase is not Phase.RUNNING or run.reform is not None:
-        return  # one change at a time: the last one's story ends with the first commit of its generation
+    if run.all_done() or run.phase is not Phase.RUNNING:
+        return
     cause = change_wanted(run)
     if cause:
         run.wish = ""
-        failing.open_reform(run, cause, None, planned=True)
+        run.pausing_for = cause
+        if run.reform is None:
+            reforms.begin(run, cause, None, planned=True)
         run.enter(Phase.PAUSING)
         members = tuple(run.index[ReplicaState.MEMBER])
         run.awaited = set(members)
@@ -74,7 +76,10 @@ def consider_change(run: RunState) -> None:
 
 
 def change_wanted(run: RunState) -> str:
-    """Why the membership should change, or nothing. Costs no more than a glance at the counts, usually."""
+    """Why the membership should change, or nothing. Costs no more than a glance at the counts, usually.
+
+    Who must go, goes at the next boundary; everything else waits until the last change has led to a commit.
+    """
     if run.stop_wanted:
         return run.stop_wanted
     members, ready = run.index[ReplicaState.MEMBER], run.index[ReplicaState.READY]
@@ -85,6 +90,8 @@ def change_wanted(run: RunState) -> str:
         num_ready -= sum(bool(r.leaving) for r in ready.values())
         if leaving and num_staying + num_ready >= max(run.settings.min_replicas, 1):
             return leaving[0]
+    if run.reform is not None:
+        return ""
     if num_staying > run.target:
         return f"scaled from {len(members)} to {run.target}"
     if num_ready and num_staying < run.target:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from everstep.actors import wire
 from everstep.orchestrator import events
 from everstep.orchestrator.core import model as m
-from everstep.orchestrator.core import training
+from everstep.orchestrator.core import reforms, training
 from everstep.orchestrator.core.model import OVER, Phase, ReplicaState
 from everstep.orchestrator.core.state import RunState
 
@@ -15,7 +15,7 @@ def end(run: RunState, outcome: str, reason: str) -> None:
         return
     training.fill_gap(run)
     run.outcome, run.reason = outcome, reason
-    training.close_reform(run)
+    reforms.close(run)
     run.enter(Phase.ENDING)
     run.emit(
         events.RunEnded(outcome=outcome, step=run.step, reason=reason, buckets=run.clock.read(run.now))

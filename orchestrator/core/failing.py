@@ -6,9 +6,8 @@ from dataclasses import replace
 
 from everstep.actors import wire
 from everstep.orchestrator import events
-from everstep.orchestrator.core import ending, forming, training
+from everstep.orchestrator.core import ending, forming, reforms, training
 from everstep.orchestrator.core import model as m
-from everstep.orchestrator.core.accounts import Reform
 from everstep.orchestrator.core.model import LIVE_PHASES, OVER, Phase, ReplicaState
 from everstep.orchestrator.core.state import RunState
 from everstep.policies.budget import FailureClass
@@ -116,14 +115,8 @@ def member_lost(run: RunState, replica: m.Replica, was: ReplicaState, cause: str
     if was is ReplicaState.MEMBER and not (replica.finished and run.all_done()):
         if run.phase in (Phase.RUNNING, Phase.PAUSING, Phase.FORMING):
             park(run, f"replica {replica.replica} lost: {cause}", replica, planned=False)
-        elif run.phase is Phase.PARKING and run.reform is not None and run.reform.replica is None:
-            # A survivor's failed collective was heard of first; this is why it failed.
-            blame(run.reform, replica, f"replica {replica.replica} lost: {cause}")
-
-
-def blame(reform: Reform, replica: m.Replica, cause: str) -> None:
-    """Only the first to fail is to blame."""
-    reform.replica, reform.node, reform.cause, reform.planned = replica.replica, replica.node, cause, False
+        elif run.phase is Phase.PARKING:
+            reforms.blame(run, replica, f"replica {replica.replica} lost: {cause}")
 
 
 def park(run: RunState, cause: str, blamed: m.Replica | None, *, planned: bool) -> None:
@@ -131,7 +124,7 @@ def park(run: RunState, cause: str, blamed: m.Replica | None, *, planned: bool) 
     generation = run.generation
     if generation is None or run.phase not in (*LIVE_PHASES, Phase.ADOPTING):
         return
-    open_reform(run, cause, blamed, planned=planned)
+    reforms.begin(run, cause, blamed, planned=planned)
     run.explained = planned or blamed is not None
     run.enter(Phase.PARKING)
     for replica in run.by_state(ReplicaState.PARKED):
@@ -140,21 +133,6 @@ def park(run: RunState, cause: str, blamed: m.Replica | None, *, planned: bool) 
     run.deadline = run.now + run.settings.park_timeout_s
     if run.awaited:
         run.send(tuple(run.index[ReplicaState.MEMBER]), abort_message(run))
-
-
-def open_reform(run: RunState, cause: str, blamed: m.Replica | None, *, planned: bool) -> None:
-    generation, reform = run.generation, run.reform
-    assert generation is not None
-    if reform is not None and (planned or not reform.planned):
-        if blamed is not None and reform.replica is None:
-            reform.replica, reform.node, reform.cause = blamed.replica, blamed.node, cause
-        reform.parked_s = 0.0
-        return
-    run.reform = Reform(
-        cause=cause, planned=planned, noticed_s=run.now, generation_before=generation.number,
-        world_size_before=len(generation.members), replica=blamed.replica if blamed else None,
-        node=blamed.node if blamed else "", step=run.step,
-    )  # fmt: skip
 
 
 def abort_message(run: RunState) -> wire.Abort:

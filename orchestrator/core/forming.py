@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from everstep.actors import wire
 from everstep.orchestrator import events
-from everstep.orchestrator.core import ending, training
+from everstep.orchestrator.core import ending, reforms
 from everstep.orchestrator.core import model as m
 from everstep.orchestrator.core.membership import Plan, Shortage, choose, newest_step
 from everstep.orchestrator.core.model import Phase, ReplicaState
@@ -16,9 +16,7 @@ def decide(run: RunState, survivors: list[m.Replica]) -> None:
     """All survivors are parked: choose the next generation and send it out, or wait for more replicas."""
     if not run.stop_wanted and not may_go_on(run):
         return
-    reform = run.reform
-    if reform is not None:
-        reform.parked_s = reform.parked_s or run.now
+    reforms.parked(run)
     for replica in survivors:
         run.move(replica, ReplicaState.PARKED)
     newest = newest_step(survivors)
@@ -127,7 +125,7 @@ def send_out(run: RunState, plan: Plan) -> None:
     run.rebalance_state = RebalanceState()
     run.send((*plan.members, *plan.kept), wire.Form(generation=generation, memo=run.memo()))
     let_go(run, plan)
-    note_reform(run, plan, max(lost, 0))
+    reforms.decided(run, plan, max(lost, 0))
 
 
 def let_go(run: RunState, plan: Plan) -> None:
@@ -136,21 +134,6 @@ def let_go(run: RunState, plan: Plan) -> None:
     for i in plan.dropped:
         if i not in run.kept_sources:
             ending.release(run, run.replicas[i], run.replicas[i].leaving or "scaled down")
-
-
-def note_reform(run: RunState, plan: Plan, lost: int) -> None:
-    reform = run.reform
-    assert run.generation is not None
-    if reform is None:
-        return
-    reform.decided_s = run.now
-    reform.generation_after = run.generation.number
-    reform.world_size_after = len(plan.members)
-    reform.step = plan.step
-    reform.steps_lost += lost
-    reform.rolled_forward = reform.rolled_forward or bool(plan.roll_forward)
-    if not reform.planned:
-        reform.shards_recomputed = sum(len(t) for t in plan.todo) if any(plan.held) else 0
 
 
 def on_formed(run: RunState, event: wire.Formed) -> None:
@@ -177,7 +160,7 @@ def formed(run: RunState) -> None:
         )  # fmt: skip
     )
     if generation.final:
-        training.close_reform(run)
+        reforms.close(run)
 
 
 def on_fetched(run: RunState, event: wire.Fetched) -> None:

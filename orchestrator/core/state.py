@@ -95,6 +95,8 @@ class RunState:
         self.user_errors: set[tuple[int, str]] = set()
         self.stop_wanted = ""
         self.wish = ""
+        self.pausing_for = ""
+        """Why the members were last asked to pause."""
         self.memo_version = 0
         self.adopting: dict[int, wire.Hello] = {}
         self.expected: set[int] = set()

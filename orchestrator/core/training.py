@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from everstep.actors import wire
 from everstep.orchestrator import events
+from everstep.orchestrator.core import reforms
 from everstep.orchestrator.core.model import OVER, Phase, ReplicaState
 from everstep.orchestrator.core.state import RunState
 from everstep.policies.straggler import RebalanceObservation
@@ -52,7 +53,7 @@ def advance(run: RunState, record: wire.Record) -> None:
     run.reached = record.step + 1
     run.durations = run.durations.added(max(run.now - run.last_commit_s, 0.0))
     run.last_commit_s = run.now
-    close_reform(run)
+    reforms.close(run)
     check_speeds(run, record.step)
 
 
@@ -91,18 +92,6 @@ def check_gap(run: RunState) -> None:
         run.gap_since = run.now
     elif run.now - run.gap_since > run.settings.heartbeat_timeout_s:
         fill_gap(run)
-
-
-def close_reform(run: RunState) -> None:
-    """The first commit of the new generation ends the story of how it came about."""
-    reform = run.reform
-    if reform is None or run.phase not in (Phase.RUNNING, Phase.PAUSING) or not reform.connected_s:
-        return  # nothing has come of it
-    run.last_recovery = reform.closed(run.now)
-    run.counts["recoveries"] += not reform.planned
-    run.emit(run.last_recovery)
-    run.reform = None
-    run.account()
 
 
 def check_speeds(run: RunState, step: int) -> None:

@@ -111,6 +111,18 @@ def test_the_gradient_is_that_of_the_whole_batch(
             replica.reducer.start_step()
 
 
+def test_fast_leaves_the_sum_to_a_backend_that_has_one_order_of_launches(make: Any) -> None:
+    shares = [(0, 3), (1, 2), (4, 5, 6, 7), ()]
+    replicas = make(4, mlp, 8, strategy="fast")
+    network = Network(4)
+    for group in network.groups:
+        group.ordered_launch = True
+    together(*[partial(r.step, g, shares, loss_of) for r, g in zip(replicas, network.groups, strict=True)])
+    for replica in replicas:
+        assert_close(replica.gradients(), plain(mlp, 8))
+    assert not {channel for channel, _ in network.launches[0]} & {SCATTER_CHANNEL, GATHER_CHANNEL}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_shards", [8, 6])
 def test_ordered_gives_the_same_bits_whoever_computes_what(
