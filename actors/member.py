@@ -169,7 +169,11 @@ class Member:
                 if self.released:
                     raise ReleasedFromRun(self.released)
                 order = self._order
-                if order is not None and order.generation.number > self._promised and order is not self._entered:
+                if (
+                    order is not None
+                    and order.generation.number > self._promised
+                    and order is not self._entered
+                ):
                     return order
                 self._cond.wait(1.0)
 
@@ -253,7 +257,9 @@ class Member:
     def fetched(self, number: int, num_bytes: int, seconds: float) -> None:
         """Tell the controller so."""
         self._link.send(
-            wire.Fetched(replica=self.identity.replica, generation=number, num_bytes=num_bytes, seconds=seconds)
+            wire.Fetched(
+                replica=self.identity.replica, generation=number, num_bytes=num_bytes, seconds=seconds
+            )
         )
 
     def park_at_boundary(self) -> None:
@@ -274,7 +280,9 @@ class Member:
             self._faulted = True
         if not over:
             self._link.send(
-                wire.Fault(replica=self.identity.replica, generation=number, error=f"{type(error).__name__}: {error}")
+                wire.Fault(
+                    replica=self.identity.replica, generation=number, error=f"{type(error).__name__}: {error}"
+                )
             )
 
     def loop_done(self) -> None:
@@ -285,7 +293,9 @@ class Member:
 
     def finished(self, digest: str, value: Any) -> None:
         """The user's function returned; `value` is JSON-safe."""
-        message = wire.Finished(replica=self.identity.replica, applied=self._applied, digest=digest, value=value)
+        message = wire.Finished(
+            replica=self.identity.replica, applied=self._applied, digest=digest, value=value
+        )
         with self._cond:
             self._finished = message
         self._link.send(message)
@@ -313,26 +323,44 @@ class Member:
             who, ready = self.identity, self._ready
             newest = self._order or self._entered
             return wire.Hello(
-                run=who.run, token=who.token, replica=who.replica, pid=who.pid, node=who.node, host=who.host,
-                transfer=who.transfer, status=self._status(), generation=newest.generation if newest else None,
-                ready=ready is not None, faulted=self._faulted or (self._entered is not None and self.fenced()),
-                memo=self._memo, records=tuple(self._records),
-                signature=ready.signature if ready else (), digest=ready.digest if ready else "",
+                run=who.run,
+                token=who.token,
+                replica=who.replica,
+                pid=who.pid,
+                node=who.node,
+                host=who.host,
+                transfer=who.transfer,
+                status=self._status(),
+                generation=newest.generation if newest else None,
+                ready=ready is not None,
+                faulted=self._faulted or (self._entered is not None and self.fenced()),
+                memo=self._memo,
+                records=tuple(self._records),
+                signature=ready.signature if ready else (),
+                digest=ready.digest if ready else "",
                 total=ready.total if ready else 0,
-            )  # fmt: skip
+            )
 
     def _status(self) -> wire.Status:
         return wire.Status(
-            generation=self._entered.generation.number if self._entered else 0, applied=self._applied,
-            fresh=self._fresh, reduced=self._reduced, kept=tuple(sorted(self._kept)), current=self._current,
-            done=self._done, vote=self._vote,
-        )  # fmt: skip
+            generation=self._entered.generation.number if self._entered else 0,
+            applied=self._applied,
+            fresh=self._fresh,
+            reduced=self._reduced,
+            kept=tuple(sorted(self._kept)),
+            current=self._current,
+            done=self._done,
+            vote=self._vote,
+        )
 
     def _parked(self, number: int, *, boundary: bool) -> wire.Parked:
         return wire.Parked(
-            replica=self.identity.replica, generation=number, boundary=boundary, status=self._status(),
+            replica=self.identity.replica,
+            generation=number,
+            boundary=boundary,
+            status=self._status(),
             records=tuple(self._records),
-        )  # fmt: skip
+        )
 
     def _receive(self, message: wire.Message) -> None:
         if isinstance(message, wire.Ack):
@@ -373,7 +401,9 @@ class Member:
             if message.incarnation < self._incarnation:
                 return
             self._promised = max(self._promised, message.generation)
-            doomed = [o for o in (self._order, self._entered) if o and o.generation.number <= message.generation]
+            doomed = [
+                o for o in (self._order, self._entered) if o and o.generation.number <= message.generation
+            ]
             report = self._parked(message.generation, boundary=False)
             self._cond.notify_all()
         self._link.send(report)
@@ -407,12 +437,16 @@ class Member:
             group = form_group(
                 self.device,
                 Rendezvous(
-                    host=generation.store[0], port=generation.store[1], prefix=generation.prefix,
-                    rank=generation.rank_of(self.identity.replica), world_size=len(generation.members),
-                    bind_ip=self.identity.ip, timeout_s=self._form_timeout_s,
+                    host=generation.store[0],
+                    port=generation.store[1],
+                    prefix=generation.prefix,
+                    rank=generation.rank_of(self.identity.replica),
+                    world_size=len(generation.members),
+                    bind_ip=self.identity.ip,
+                    timeout_s=self._form_timeout_s,
                 ),
                 order.cancel,
-            )  # fmt: skip
+            )
         except (EverstepError, RuntimeError, OSError, ValueError) as error:
             if not order.cancel.is_set():
                 self.fault(generation.number, error)
@@ -430,7 +464,9 @@ class Member:
                 group.close()
         elif speak:
             self._link.send(
-                wire.Formed(replica=self.identity.replica, generation=order.generation.number, connect_s=seconds)
+                wire.Formed(
+                    replica=self.identity.replica, generation=order.generation.number, connect_s=seconds
+                )
             )
 
     def _on_release_order(self, reason: str) -> None:
@@ -452,10 +488,15 @@ class Member:
             self._seq += 1
             self._link.send(
                 wire.Beat(
-                    replica=self.identity.replica, seq=self._seq, applied=self._applied, phase=self.phase,
+                    replica=self.identity.replica,
+                    seq=self._seq,
+                    applied=self._applied,
+                    phase=self.phase,
                     generation=self._entered.generation.number if self._entered else 0,
-                    progress=self._progress, compute_s=self.compute_s, wait_s=now - since,
-                )  # fmt: skip
+                    progress=self._progress,
+                    compute_s=self.compute_s,
+                    wait_s=now - since,
+                )
             )
 
 

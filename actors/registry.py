@@ -40,7 +40,9 @@ class Registry:
                 self.add({f"{name}.{i}": item for i, item in enumerate(thing)})
                 continue
             if name in self._objects:
-                raise StateError(f"register({name}=...): {name!r} is registered already; give it another name")
+                raise StateError(
+                    f"register({name}=...): {name!r} is registered already; give it another name"
+                )
             RegisteredState({name: thing})  # raises for what cannot be state, naming it
             self._objects[name] = thing
             self._sort(name, thing)
@@ -49,7 +51,9 @@ class Registry:
         if isinstance(thing, nn.Module):
             self._modules[name] = thing
         elif isinstance(thing, torch.optim.LBFGS):
-            raise StateError(f"register({name}=...): LBFGS needs a closure per step, which an elastic step has not")
+            raise StateError(
+                f"register({name}=...): LBFGS needs a closure per step, which an elastic step has not"
+            )
         elif isinstance(thing, torch.optim.Optimizer):
             self._optimizers.append(thing)
         elif isinstance(thing, torch.optim.lr_scheduler.ReduceLROnPlateau):
@@ -67,7 +71,9 @@ class Registry:
     def seal(self) -> None:
         """Raises LoopError if nothing can be trained, or an optimizer updates what is not registered."""
         if not self._modules:
-            raise LoopError("nothing to train: call run.register(model=..., optimizer=...) before run.steps()")
+            raise LoopError(
+                "nothing to train: call run.register(model=..., optimizer=...) before run.steps()"
+            )
         known = {id(p) for m in self._modules.values() for p in m.parameters()}
         for optimizer in self._optimizers:
             if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):

@@ -8,7 +8,6 @@ control connection (`actors.link`), never as actor calls.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -64,19 +63,28 @@ class Replica:
         detection = spec.config.detection
         self._device = _device(spec.config)
         context = ray.get_runtime_context()
-        ip = address_in(spec.config.network) or ray.util.get_node_ip_address()
+        ip = address_in(spec.config.network) or ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._server = StateServer(ip, spec.token.encode())
         self._lease = Lease(detection.lease_s)
         self._first_endpoint: tuple[str, int] | None = spec.endpoint
         self._member = Member(
             Identity(
-                run=spec.config.name, replica=spec.replica, token=spec.token, pid=os.getpid(),
-                node=context.get_node_id(), host=socket.gethostname(), ip=ip, transfer=(ip, self._server.port),
+                run=spec.config.name,
+                replica=spec.replica,
+                token=spec.token,
+                pid=os.getpid(),
+                node=context.get_node_id(),
+                host=socket.gethostname(),
+                ip=ip,
+                transfer=(ip, self._server.port),
             ),
-            device=self._device, locate=self._locate, renew_lease=self._lease.renew,
-            heartbeat_s=detection.heartbeat_s, form_timeout_s=detection.form_timeout_s,
+            device=self._device,
+            locate=self._locate,
+            renew_lease=self._lease.renew,
+            heartbeat_s=detection.heartbeat_s,
+            form_timeout_s=detection.form_timeout_s,
             on_release=self._released,
-        )  # fmt: skip
+        )
         self._lease.renew()
         self._member.start()
 
@@ -103,7 +111,7 @@ class Replica:
             self._report(error, fatal=True)
         except EverstepError as error:
             self._report(error, fatal=False)
-        except Exception as error:  # the supervisor of user code: whatever it raised is reported, then we end
+        except Exception as error:  # noqa: BLE001 - the supervisor of user code: all of it is reported, then we end
             self._report(error, fatal=False)
         finally:
             self._leave()
@@ -138,23 +146,28 @@ class Replica:
         endpoint, self._first_endpoint = self._first_endpoint, None
         if endpoint is not None:
             return endpoint
-        with contextlib.suppress(ValueError, ray.exceptions.RayError):
-            controller = ray.get_actor(self._spec.controller, namespace=self._spec.namespace)
+        try:
+            controller: Any = ray.get_actor(self._spec.controller, namespace=self._spec.namespace)
             host, port = ray.get(controller.endpoint.remote(), timeout=_LOCATE_TIMEOUT_S)
-            return (host, port)
-        return None
+        except (ValueError, ray.exceptions.RayError):
+            return None
+        return (host, port)
 
     def _listen_for_sigterm(self) -> None:
         """SIGTERM asks to leave at the next boundary. Read from a pipe by a thread, because a handler in Python runs
         only when the main thread comes back to Python, and a collective may hold it for long."""
         if threading.current_thread() is not threading.main_thread():
-            _log.warning("the train function does not run in the main thread: SIGTERM ends this replica at once")
+            _log.warning(
+                "the train function does not run in the main thread: SIGTERM ends this replica at once"
+            )
             return
         read, write = os.pipe()
         os.set_blocking(write, False)
         signal.signal(signal.SIGTERM, lambda *_: None)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        threading.Thread(target=self._await_sigterm, args=(read,), name="everstep-sigterm", daemon=True).start()
+        threading.Thread(
+            target=self._await_sigterm, args=(read,), name="everstep-sigterm", daemon=True
+        ).start()
 
     def _await_sigterm(self, read: int) -> None:
         while data := os.read(read, 1):

@@ -49,7 +49,9 @@ _FETCH_DEADLINE_S = 600.0
 class Session:
     """One replica's view of the run. Users get it as the argument of their function and never construct it."""
 
-    def __init__(self, *, config: RunConfig, member: Member, server: StateServer, device: torch.device) -> None:
+    def __init__(
+        self, *, config: RunConfig, member: Member, server: StateServer, device: torch.device
+    ) -> None:
         self.config = config
         self.device = device
         """Where this replica computes."""
@@ -110,7 +112,9 @@ class Session:
         Raises StateError for an object that cannot be state, LoopError when called after `steps` has begun.
         """
         if self._source is not None:
-            raise LoopError("register() was called after the loop had begun; register everything before run.steps()")
+            raise LoopError(
+                "register() was called after the loop had begun; register everything before run.steps()"
+            )
         self._registry.add(objects)
 
     def steps(
@@ -146,11 +150,18 @@ class Session:
             raise LoopError("steps() was called twice; one run has one loop")
         self._source = make_source(
             dataset,
-            global_batch_size=batch.global_batch_size, logical_shards=batch.logical_shards, seed=self.config.seed,
-            shuffle=shuffle, last_batch=batch.last_batch, num_workers=num_workers, collate_fn=collate_fn,
-            pin_memory=pin_memory and self.device.type == "cuda", prefetch_factor=prefetch_factor,
-            seed_samples=seed_samples, worker_init_fn=worker_init_fn,
-        )  # fmt: skip
+            global_batch_size=batch.global_batch_size,
+            logical_shards=batch.logical_shards,
+            seed=self.config.seed,
+            shuffle=shuffle,
+            last_batch=batch.last_batch,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory and self.device.type == "cuda",
+            prefetch_factor=prefetch_factor,
+            seed_samples=seed_samples,
+            worker_init_fn=worker_init_fn,
+        )
         self._total = self._count(total, epochs)
         self._prepare()
         try:
@@ -165,7 +176,9 @@ class Session:
         if (total is None) == (epochs is None):
             raise LoopError("steps() needs either total= (steps) or epochs=, and not both")
         if epochs is not None and per_epoch is None:
-            raise LoopError("steps(epochs=...) needs a dataset of known length; give total= for an iterable dataset")
+            raise LoopError(
+                "steps(epochs=...) needs a dataset of known length; give total= for an iterable dataset"
+            )
         count = total if total is not None else (epochs or 0) * (per_epoch or 0)
         if count < 1:
             raise LoopError(f"the loop would have {count} steps; it needs at least one")
@@ -176,9 +189,13 @@ class Session:
         registry, batch = self._registry, self.config.batch
         registry.seal()
         self._reducer = Reducer(
-            registry.named_parameters(), registry.named_buffers(), logical_shards=batch.logical_shards,
-            strategy=self.config.reduction, bucket_bytes=self.config.bucket_bytes, on_failure=self._collective_failed,
-        )  # fmt: skip
+            registry.named_parameters(),
+            registry.named_buffers(),
+            logical_shards=batch.logical_shards,
+            strategy=self.config.reduction,
+            bucket_bytes=self.config.bucket_bytes,
+            on_failure=self._collective_failed,
+        )
         self._ballot = Ballot(self._reducer.num_bits, batch.logical_shards)
         registry.add_internal(everstep_session=_Progress(self))
         signature = (*registry.state.signature(), f"reduction {self._reducer.signature}")
@@ -258,7 +275,9 @@ class Session:
     def _fetch_state(self, generation: wire.Generation, order: Order) -> None:
         self._member.moved("fetch")
         if self._fetch is None:
-            self._fetch = Fetch(generation.version, self._registry.state, self._member.identity.token.encode())
+            self._fetch = Fetch(
+                generation.version, self._registry.state, self._member.identity.token.encode()
+            )
         elif self._fetch.version != generation.version:
             self._fetch.retarget(generation.version)
         sources = [a for a in generation.sources if a != self._member.identity.transfer]
@@ -274,7 +293,9 @@ class Session:
 
     def _snapshot(self) -> Any:
         assert self._reducer is not None
-        return self._registry.state.capture(self._registry.buffer_overrides(self._reducer.committed_buffers()))
+        return self._registry.state.capture(
+            self._registry.buffer_overrides(self._reducer.committed_buffers())
+        )
 
     def _collective_failed(self, error: BaseException) -> None:
         """From the reducer's thread: tell at once, though the training thread still computes."""
@@ -300,7 +321,9 @@ class Session:
 
     _clip: tuple[float | None, float | None] = (None, None)
 
-    def _commit(self, step: Step, metrics: Mapping[str, Any], clip: tuple[float | None, float | None]) -> bool:
+    def _commit(
+        self, step: Step, metrics: Mapping[str, Any], clip: tuple[float | None, float | None]
+    ) -> bool:
         """True when the step is history; False when some of its shards have to be computed here first."""
         self._clip = clip
         self._names = sorted({"loss", *metrics, *step._recorded})
@@ -347,9 +370,11 @@ class Session:
             self._member.reduction_complete()
             bits = self._reducer.vote_bits()
             vote = self._ballot.fill(
-                bits=bits, pause=self._member.pause_wanted, non_finite=step._non_finite(),
+                bits=bits,
+                pause=self._member.pause_wanted,
+                non_finite=step._non_finite(),
                 metrics=step._shard_metrics(metrics),
-            )  # fmt: skip
+            )
             total = self._vote(vote)
             summed = self._ballot.read(total, ()).bits
             if not self._reducer.missing_buffers(summed):
@@ -408,9 +433,14 @@ class Session:
         self._reducer.start_step()
         now = time.monotonic()
         record = wire.Record(
-            history=self._generation.history if self._generation else 0, generation=self.generation, step=step,
-            metrics=outcome.metrics, samples=self._source.samples(step), step_s=now - self._committed_at, skipped=skip,
-        )  # fmt: skip
+            history=self._generation.history if self._generation else 0,
+            generation=self.generation,
+            step=step,
+            metrics=outcome.metrics,
+            samples=self._source.samples(step),
+            step_s=now - self._committed_at,
+            skipped=skip,
+        )
         self._committed_at = now
         self._server.withdraw()
         self._member.committed(record, speak=self.rank == 0)
@@ -500,7 +530,9 @@ class Step:
         """
         session, shard = self._session, self._shard
         if shard is None or not self._open:
-            raise LoopError(f"step {self.number}: backward() needs a batch of step.batches() that is still open")
+            raise LoopError(
+                f"step {self.number}: backward() needs a batch of step.batches() that is still open"
+            )
         reducer = session._reducer
         assert reducer is not None
         value = float(loss.detach())
@@ -509,7 +541,7 @@ class Step:
         scale = self._scales[shard]
         if final:
             reducer.backward_final()
-        (scaled if scale == 1.0 else scaled * scale).backward()
+        torch.autograd.backward(scaled if scale == 1.0 else scaled * scale)
         if final:
             self._close_shard()
 
@@ -570,9 +602,13 @@ class Step:
         held = self._session._member.kept
         names: dict[str, Mapping[int, float]] = {"loss": self._losses, **self._recorded}
         for name, value in metrics.items():
-            names[name] = value.by_shard if isinstance(value, ShardMean) else dict.fromkeys(self._losses, float(value))
+            names[name] = (
+                value.by_shard if isinstance(value, ShardMean) else dict.fromkeys(self._losses, float(value))
+            )
         return {
-            name: {s: (self._scales[s], v) for s, v in by_shard.items() if s in held and self._scales[s] > 0.0}
+            name: {
+                s: (self._scales[s], v) for s, v in by_shard.items() if s in held and self._scales[s] > 0.0
+            }
             for name, by_shard in names.items()
         }
 
@@ -615,4 +651,3 @@ class _Progress:
         reducer.buffer_set = frozenset(state["buffers"])
         self._session._positions = {int(k): v for k, v in state["positions"].items()}
         source.load_states(self._session._positions)
-

@@ -338,10 +338,28 @@ class DumpStacks(Message):
 _KINDS: dict[str, type[Any]] = {
     cls.kind: cls
     for cls in (
-        Hello, Ready, Beat, Fault, Parked, Formed, Fetched, Committed, UserFailed, Finished, Leaving, Stacks,
-        Welcome, Ack, Abort, Pause, Form, Keep, Release, DumpStacks,
+        Hello,
+        Ready,
+        Beat,
+        Fault,
+        Parked,
+        Formed,
+        Fetched,
+        Committed,
+        UserFailed,
+        Finished,
+        Leaving,
+        Stacks,
+        Welcome,
+        Ack,
+        Abort,
+        Pause,
+        Form,
+        Keep,
+        Release,
+        DumpStacks,
     )
-}  # fmt: skip
+}
 
 _NESTED: dict[str, type[Any]] = {"status": Status, "record": Record}
 

@@ -96,7 +96,9 @@ def train(run: everstep.Session, options: argparse.Namespace) -> dict[str, float
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--name", default="char-gpt", help="name of the run")
     parser.add_argument("--replicas", type=int, default=4, help="wished number of replicas")
     parser.add_argument("--min-replicas", type=int, default=1, help="below this the run waits")
@@ -108,7 +110,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--depth", type=int, default=2)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--pace", type=float, default=0.0, help="idle seconds per step, to have time to watch")
+    parser.add_argument(
+        "--pace", type=float, default=0.0, help="idle seconds per step, to have time to watch"
+    )
     parser.add_argument("--log-every", type=float, default=5.0, help="seconds between progress lines")
     return parser.parse_args(arguments)
 
@@ -124,7 +128,9 @@ def main() -> Any:
         log_every_s=options.log_every,
     )
     result = everstep.run(functools.partial(train, options=options), config)
-    print(f"{result.run}: {result.steps} steps, loss {result.metrics['loss']:.4f}, {result.generations} generations")
+    print(
+        f"{result.run}: {result.steps} steps, loss {result.metrics['loss']:.4f}, {result.generations} generations"
+    )
     print(f"final state {result.digest}")
     return result
 

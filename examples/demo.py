@@ -27,9 +27,18 @@ from everstep.orchestrator.words import describe
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = Path(sys.executable).parent
 _TOLD = {
-    "run_started", "generation_formed", "replica_ready", "replica_lost", "replica_released", "recovery",
-    "scale_requested", "node_draining", "waiting", "resumed", "run_ended",
-}  # fmt: skip
+    "run_started",
+    "generation_formed",
+    "replica_ready",
+    "replica_lost",
+    "replica_released",
+    "recovery",
+    "scale_requested",
+    "node_draining",
+    "waiting",
+    "resumed",
+    "run_ended",
+}
 
 
 def _free_port() -> int:
@@ -46,10 +55,26 @@ class Job:
 
     def __init__(self, dashboard: str, name: str, *arguments: str) -> None:
         command = [
-            str(SCRIPTS / "ray"), "job", "submit", "--address", dashboard, "--working-dir", str(ROOT), "--",
-            sys.executable, "examples/char_gpt.py", "--name", name, *arguments,
-        ]  # fmt: skip
-        print("$ ray job submit --working-dir . -- python examples/char_gpt.py --name", name, *arguments, flush=True)
+            str(SCRIPTS / "ray"),
+            "job",
+            "submit",
+            "--address",
+            dashboard,
+            "--working-dir",
+            str(ROOT),
+            "--",
+            sys.executable,
+            "examples/char_gpt.py",
+            "--name",
+            name,
+            *arguments,
+        ]
+        print(
+            "$ ray job submit --working-dir . -- python examples/char_gpt.py --name",
+            name,
+            *arguments,
+            flush=True,
+        )
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, args=(name,), daemon=True)
@@ -82,7 +107,11 @@ class Nodes:
         self._count = 0
         self.cluster = Cluster()
         # Another cluster on this machine may have the default port of the agent that starts jobs.
-        self.add(include_dashboard=True, dashboard_agent_listen_port=_free_port(), env_vars={"EVERSTEP_STORAGE": storage})
+        self.add(
+            include_dashboard=True,
+            dashboard_agent_listen_port=_free_port(),
+            env_vars={"EVERSTEP_STORAGE": storage},
+        )
         context = ray.init(address=self.cluster.address, namespace=connect.NAMESPACE, log_to_driver=False)
         self.dashboard = f"http://{context.dashboard_url}"
         self.workers = [self.add() for _ in range(3)]
@@ -189,7 +218,9 @@ def timeline(events: list[Event]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=300, help="steps of each run")
     options = parser.parse_args()
     begun = time.monotonic()
@@ -201,7 +232,10 @@ def main() -> None:
             say("the run that is left alone, on two replicas")
             alone = Job(nodes.dashboard, "demo-alone", *size, "--replicas", "2").digest(120.0)
             say("the same run on four replicas, hurt")
-            job, watch = Job(nodes.dashboard, "demo-hurt", *size, "--replicas", "4", "--pace", "0.1"), Watch("demo-hurt")
+            job, watch = (
+                Job(nodes.dashboard, "demo-hurt", *size, "--replicas", "4", "--pace", "0.1"),
+                Watch("demo-hurt"),
+            )
             hurt(nodes, "demo-hurt", watch)
             watch.rest()
             hurt_digest = job.digest(120.0)
@@ -210,7 +244,9 @@ def main() -> None:
     say("what happened to the second run")
     timeline(watch.events)
     say(f"left alone {alone}")
-    print(f"    hurt       {hurt_digest}   {'the same, bit for bit' if alone == hurt_digest else 'DIFFERENT'}")
+    print(
+        f"    hurt       {hurt_digest}   {'the same, bit for bit' if alone == hurt_digest else 'DIFFERENT'}"
+    )
     print(f"    {time.monotonic() - begun:.0f} s in all", flush=True)
     raise SystemExit(0 if alone == hurt_digest else 1)
 

@@ -89,7 +89,9 @@ def _start_or_attach(train: Callable[[Session], Any], config: RunConfig) -> Any:
             if time.monotonic() > deadline:
                 raise ControllerUnreachable(f"run {config.name!r} cannot be started: {error}") from error
         except ray.exceptions.RayError as error:
-            raise errors.CannotStart(f"run {config.name!r}: its controller cannot be created: {error}") from error
+            raise errors.CannotStart(
+                f"run {config.name!r}: its controller cannot be created: {error}"
+            ) from error
 
 
 def _attachable(controller: Any, config: RunConfig, deadline: float) -> bool:
@@ -141,13 +143,18 @@ def _create(train: Callable[[Session], Any], config: RunConfig) -> Any:
 
     here = ray.get_runtime_context().get_node_id()
     options: dict[str, Any] = {
-        "name": connect.controller_name(config.name), "namespace": connect.NAMESPACE, "lifetime": "detached",
-        "max_restarts": -1, "max_task_retries": -1, "max_concurrency": 1000, "num_cpus": 0,
+        "name": connect.controller_name(config.name),
+        "namespace": connect.NAMESPACE,
+        "lifetime": "detached",
+        "max_restarts": -1,
+        "max_task_retries": -1,
+        "max_concurrency": 1000,
+        "num_cpus": 0,
         # Beside the driver, which under `ray job submit` is the head: the node that outlives the others.
         "scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=True),
-    }  # fmt: skip
+    }
     spec = ControllerSpec(config=config, token=secrets.token_hex(32))
-    actor = ray.remote(Controller).options(**options).remote(spec, ray.cloudpickle.dumps(train))
+    actor = ray.remote(Controller).options(**options).remote(spec, ray.cloudpickle.dumps(train))  # type: ignore[no-untyped-call]
     return actor
 
 
@@ -199,10 +206,15 @@ def _follow(controller: Any, config: RunConfig) -> Result:
 def _result(answer: Mapping[str, Any], recoveries: Sequence[Recovery], last: Sequence[Event]) -> Result:
     if answer["outcome"] == "finished":
         return Result(
-            run=answer["run"], steps=answer["steps"], metrics=answer["metrics"], value=answer["value"],
-            digest=answer["digest"], generations=answer["generations"], recoveries=tuple(recoveries),
+            run=answer["run"],
+            steps=answer["steps"],
+            metrics=answer["metrics"],
+            value=answer["value"],
+            digest=answer["digest"],
+            generations=answer["generations"],
+            recoveries=tuple(recoveries),
             buckets=answer["buckets"],
-        )  # fmt: skip
+        )
     reason = str(answer["reason"])
     where = f"run {answer['run']!r} {answer['outcome']} after step {answer['steps']}"
     if answer["outcome"] == "stopped":

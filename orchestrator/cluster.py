@@ -40,24 +40,41 @@ def create_replica(
 
     resources = dict(config.scaling.resources_per_replica)
     options: dict[str, Any] = {
-        "name": connect.replica_name(config.name, replica), "namespace": connect.NAMESPACE, "lifetime": "detached",
-        "max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": "SPREAD",
-        "num_cpus": resources.pop("CPU", 0), "num_gpus": resources.pop("GPU", 0), "resources": resources,
-    }  # fmt: skip
+        "name": connect.replica_name(config.name, replica),
+        "namespace": connect.NAMESPACE,
+        "lifetime": "detached",
+        "max_restarts": 0,
+        "max_task_retries": 0,
+        "scheduling_strategy": "SPREAD",
+        "num_cpus": resources.pop("CPU", 0),
+        "num_gpus": resources.pop("GPU", 0),
+        "resources": resources,
+    }
     if avoid_nodes:
         options["label_selector"] = {"ray.io/node-id": f"!in({','.join(avoid_nodes)})"}
     if config.env_vars:
         options["runtime_env"] = {"env_vars": dict(config.env_vars)}
     spec = ReplicaSpec(
-        config=config, replica=replica, token=token, controller=connect.controller_name(config.name),
-        namespace=connect.NAMESPACE, endpoint=endpoint,
-    )  # fmt: skip
-    actor = ray.remote(Replica).options(**options).remote(spec)
+        config=config,
+        replica=replica,
+        token=token,
+        controller=connect.controller_name(config.name),
+        namespace=connect.NAMESPACE,
+        endpoint=endpoint,
+    )
+    actor: Any = ray.remote(Replica).options(**options).remote(spec)
     return actor, actor.live.remote(train)
 
 
 # Ray's own words. They also mention the OOM killer for every SIGKILL, so that one proves nothing.
-_NODE_DIED = ("node has died", "node died", "node was dead", "node is dead", "because its node", "node failure")
+_NODE_DIED = (
+    "node has died",
+    "node died",
+    "node was dead",
+    "node is dead",
+    "because its node",
+    "node failure",
+)
 
 
 def cause_of_death(error: BaseException | None) -> tuple[str, FailureClass]:
@@ -99,7 +116,7 @@ class ClusterView:
     def look(self) -> NodeChange:
         """Compare with the last look. A control store that does not answer is no news: nodes do not die of it."""
         with contextlib.suppress(ray.exceptions.RayError, RuntimeError, ConnectionError):
-            nodes = {n["NodeID"]: n for n in ray.nodes()}
+            nodes = {n["NodeID"]: n for n in ray.nodes()}  # type: ignore[no-untyped-call]
             notices = _ray_state.state.get_draining_nodes()
             alive = {
                 i: (n["NodeManagerHostname"], n["NodeManagerAddress"]) for i, n in nodes.items() if n["Alive"]
@@ -120,9 +137,10 @@ class ClusterView:
         if name in self._alive:
             return [name]
         return [
-            i for i, (host, address) in self._alive.items()
+            i
+            for i, (host, address) in self._alive.items()
             if name in (host, address) or (len(name) >= 4 and i.startswith(name))
-        ]  # fmt: skip
+        ]
 
     def names(self) -> list[str]:
         """Short id and host of each live node, for messages."""

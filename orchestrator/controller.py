@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import hmac
 import logging
 import os
@@ -65,19 +66,33 @@ def settings_of(config: RunConfig) -> Settings:
     """The core's view of a run's configuration."""
     scaling, detection, failure = config.scaling, config.detection, config.failure
     return Settings(
-        run=config.name, min_replicas=scaling.min_replicas, max_replicas=scaling.max_replicas,
-        replicas=scaling.replicas or scaling.max_replicas, spares=scaling.spares,
-        logical_shards=config.batch.logical_shards, heartbeat_s=detection.heartbeat_s,
-        heartbeat_timeout_s=detection.heartbeat_timeout_s, hang_floor_s=detection.hang_floor_s,
-        first_step_s=detection.first_step_s, start_timeout_s=detection.start_timeout_s,
-        park_timeout_s=detection.park_timeout_s, form_timeout_s=detection.form_timeout_s,
-        settle_s=detection.settle_s, adopt_timeout_s=detection.lease_s * 2 / 3,
+        run=config.name,
+        min_replicas=scaling.min_replicas,
+        max_replicas=scaling.max_replicas,
+        replicas=scaling.replicas or scaling.max_replicas,
+        spares=scaling.spares,
+        logical_shards=config.batch.logical_shards,
+        heartbeat_s=detection.heartbeat_s,
+        heartbeat_timeout_s=detection.heartbeat_timeout_s,
+        hang_floor_s=detection.hang_floor_s,
+        first_step_s=detection.first_step_s,
+        start_timeout_s=detection.start_timeout_s,
+        park_timeout_s=detection.park_timeout_s,
+        form_timeout_s=detection.form_timeout_s,
+        settle_s=detection.settle_s,
+        adopt_timeout_s=detection.lease_s * 2 / 3,
         budget=BudgetLimits(
-            process_crash=failure.process_crashes, node_loss=failure.node_losses, preemption=failure.preemptions,
-            network=failure.network, out_of_memory=failure.out_of_memory, unknown=failure.unknown,
-            window_s=failure.window_s, back_off_s=failure.backoff_s, back_off_cap_s=failure.backoff_cap_s,
+            process_crash=failure.process_crashes,
+            node_loss=failure.node_losses,
+            preemption=failure.preemptions,
+            network=failure.network,
+            out_of_memory=failure.out_of_memory,
+            unknown=failure.unknown,
+            window_s=failure.window_s,
+            back_off_s=failure.backoff_s,
+            back_off_cap_s=failure.backoff_cap_s,
         ),
-    )  # fmt: skip
+    )
 
 
 class Controller:
@@ -166,7 +181,7 @@ class Controller:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._main(restarted))
-        except BaseException:  # the supervisor: a controller without its loop would be deaf, a new one is not
+        except BaseException:  # the supervisor: a controller without its loop is deaf  # noqa: BLE001
             _log.exception("run %s: the controller failed; Ray restarts it", self._config.name)
             os._exit(1)
 
@@ -190,7 +205,8 @@ class Controller:
             return
         for replica in found:
             self._actors[replica] = await self._loop.run_in_executor(
-                self._pool, lambda i=replica: ray.get_actor(f"{prefix}{i}", namespace=connect.NAMESPACE)
+                self._pool,
+                functools.partial(ray.get_actor, f"{prefix}{replica}", namespace=connect.NAMESPACE),
             )
         self._feed(m.Adopt(incarnation=self._incarnation, replicas=tuple(found)))
         for replica, actor in self._actors.items():
@@ -278,10 +294,14 @@ class Controller:
             actor, alive = await self._loop.run_in_executor(
                 self._pool,
                 lambda: create_replica(
-                    self._config, command.replica, self._spec.token, self._lines.address, self._train,
+                    self._config,
+                    command.replica,
+                    self._spec.token,
+                    self._lines.address,
+                    self._train,
                     command.avoid_nodes,
                 ),
-            )  # fmt: skip
+            )
         except (ValueError, RuntimeError, ray.exceptions.RayError) as error:
             self._feed(
                 m.ReplicaDied(
@@ -383,7 +403,7 @@ class Controller:
         batch, self._unwritten = self._unwritten, []
         try:
             await self._loop.run_in_executor(self._slow, self._write, batch)
-        except Exception as error:  # any store's error: the events stay in memory and are tried again
+        except Exception as error:  # noqa: BLE001 - any store's error: the events are kept and tried again
             _log.warning(
                 "run %s: events could not be written to %s: %s",
                 self._config.name,
@@ -468,16 +488,22 @@ class Controller:
         self._collected = True
         self._wake.set()
         return {
-            "run": self._config.name, "outcome": core.outcome, "reason": core.reason, "steps": core.step,
-            "metrics": core.metrics, "value": core.value, "digest": core.digest,
-            "generations": core.counts["generations"], "buckets": dict(core.clock.seconds),
-        }  # fmt: skip
+            "run": self._config.name,
+            "outcome": core.outcome,
+            "reason": core.reason,
+            "steps": core.step,
+            "metrics": core.metrics,
+            "value": core.value,
+            "digest": core.digest,
+            "generations": core.counts["generations"],
+            "buckets": dict(core.clock.seconds),
+        }
 
 
 def _own_address(network: str | None) -> str:
     from everstep.actors.address import address_in
 
-    return address_in(network) or ray.util.get_node_ip_address()
+    return address_in(network) or ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
 
 
 def _start_store(host: str) -> tuple[Any, tuple[str, int]]:
@@ -491,7 +517,8 @@ def _named_replicas(prefix: str) -> list[int]:
     """Ids of the run's replicas that exist on the cluster."""
     named = ray.util.list_named_actors(all_namespaces=True)
     ids = [
-        a["name"][len(prefix) :] for a in named
+        a["name"][len(prefix) :]
+        for a in named
         if a["namespace"] == connect.NAMESPACE and a["name"].startswith(prefix)
-    ]  # fmt: skip
+    ]
     return sorted(int(i) for i in ids if i.isdigit())

@@ -18,17 +18,28 @@ def status_of(core: Core, config: RunConfig, now_s: float, started_at: float) ->
     left = core.total - core.step if core.total else None
     rate = config.batch.global_batch_size / core.step_s if core.step_s > 0 else 0.0
     return {
-        "run": config.name, "phase": str(core.phase), "outcome": core.outcome or None, "step": core.step,
-        "total": core.total or None, "generation": core.number, "world_size": size, "target": core.target,
-        "min_replicas": config.scaling.min_replicas, "max_replicas": config.scaling.max_replicas,
+        "run": config.name,
+        "phase": str(core.phase),
+        "outcome": core.outcome or None,
+        "step": core.step,
+        "total": core.total or None,
+        "generation": core.number,
+        "world_size": size,
+        "target": core.target,
+        "min_replicas": config.scaling.min_replicas,
+        "max_replicas": config.scaling.max_replicas,
         "spares_ready": sum(r.state is ReplicaState.READY for r in core.replicas.values()),
-        "samples_per_s": rate, "eta_s": left * core.step_s if left is not None else None,
-        "metrics": dict(core.metrics), "started_at": started_at,
+        "samples_per_s": rate,
+        "eta_s": left * core.step_s if left is not None else None,
+        "metrics": dict(core.metrics),
+        "started_at": started_at,
         "replicas": [_replica(core, r, now_s) for r in core.replicas.values()],
         "last_recovery": core.last_recovery.to_dict() if core.last_recovery else None,
-        "draining": sorted(core.excluded), "buckets": core.clock.read(now_s), "incarnation": core.incarnation,
+        "draining": sorted(core.excluded),
+        "buckets": core.clock.read(now_s),
+        "incarnation": core.incarnation,
         "reason": core.reason,
-    }  # fmt: skip
+    }
 
 
 def _replica(core: Core, replica: Replica, now_s: float) -> dict[str, Any]:
@@ -40,8 +51,15 @@ def _replica(core: Core, replica: Replica, now_s: float) -> dict[str, Any]:
     )
     first, stop = generation.ranges[rank] if generation and rank is not None else (0, 0)
     return {
-        "replica": replica.replica, "state": str(replica.state), "rank": rank, "node": replica.node,
-        "host": replica.host, "pid": replica.pid, "shards": list(range(first, stop)),
-        "phase": replica.phase, "leaving": replica.leaving or None,
-        "heartbeat_age_s": max(now_s - replica.heard_s, 0.0), "compute_s": replica.compute_s,
-    }  # fmt: skip
+        "replica": replica.replica,
+        "state": str(replica.state),
+        "rank": rank,
+        "node": replica.node,
+        "host": replica.host,
+        "pid": replica.pid,
+        "shards": list(range(first, stop)),
+        "phase": replica.phase,
+        "leaving": replica.leaving or None,
+        "heartbeat_age_s": max(now_s - replica.heard_s, 0.0),
+        "compute_s": replica.compute_s,
+    }

@@ -14,7 +14,7 @@ from tests.simulated_replica import Replica
 from tests.simulated_rules import mix
 from tests.simulated_scenario import Scenario
 
-_LIMITS_S = {Phase.ADOPTING: 30.0, Phase.PARKING: 60.0, Phase.FORMING: 15.0, Phase.ENDING: 35.0}
+_LIMITS_S = {Phase.ADOPTING: 30.0, Phase.PARKING: 60.0, Phase.FORMING: 25.0, Phase.ENDING: 35.0}
 """No phase of these lasts longer, whatever happens."""
 
 

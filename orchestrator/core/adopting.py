@@ -14,7 +14,7 @@ from typing import Any
 
 from everstep.actors import wire
 from everstep.orchestrator import events
-from everstep.orchestrator.core import changing, ending, failing, gathering, training
+from everstep.orchestrator.core import ending, failing, gathering, training
 from everstep.orchestrator.core import model as m
 from everstep.orchestrator.core.accounts import Clock
 from everstep.orchestrator.core.model import Phase, ReplicaState
@@ -110,7 +110,9 @@ def restore(run: RunState, memo: dict[str, Any], newest: wire.Generation | None)
     run.began_s = memo["began_s"]
     run.clock.seconds.update(memo["seconds"])
     # Since the memo was written the run went on, for most of the time by training.
-    run.clock.seconds["productive" if newest is not None else "idle"] += max(run.clock.since_s - memo["at_s"], 0.0)
+    run.clock.seconds["productive" if newest is not None else "idle"] += max(
+        run.clock.since_s - memo["at_s"], 0.0
+    )
 
 
 def adopt_replicas(run: RunState, hellos: dict[int, wire.Hello], newest: wire.Generation | None) -> None:
@@ -197,7 +199,6 @@ def resume(
     if memo.get("outcome"):
         ending.end(run, memo["outcome"], memo["reason"])
         return
-    changing.shrink_pool(run)
     if newest is None and not memo.get("number") and not run.step:
         run.fenced_at = 0.0  # there has been no generation yet
     if newest is None:

@@ -17,9 +17,7 @@ def end(run: RunState, outcome: str, reason: str) -> None:
     run.outcome, run.reason = outcome, reason
     reforms.close(run)
     run.enter(Phase.ENDING)
-    run.emit(
-        events.RunEnded(outcome=outcome, step=run.step, reason=reason, buckets=run.clock.read(run.now))
-    )
+    run.emit(events.RunEnded(outcome=outcome, step=run.step, reason=reason, buckets=run.clock.read(run.now)))
     run.awaited, run.fetching = set(), set()
     run.deadline = run.now + run.settings.end_timeout_s
     run.spread_memo()  # the outcome outlives this controller as long as any replica does

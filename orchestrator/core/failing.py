@@ -79,9 +79,7 @@ def tell_loss(run: RunState, replica: int, gone: m.Vanished, cause: str, failure
         return
     if gone.announced:
         failure = FailureClass.PREEMPTION
-    run.emit(
-        events.ReplicaLost(replica=replica, node=gone.node, cause=cause, failure_class=failure.value)
-    )
+    run.emit(events.ReplicaLost(replica=replica, node=gone.node, cause=cause, failure_class=failure.value))
     if gone.broken:
         key = (gone.broken, failure.value)
         if key in run.charged:
@@ -194,7 +192,13 @@ def on_user_failed(run: RunState, event: wire.UserFailed) -> None:
     # After the last step nobody takes over what it was doing.
     at_the_end = bool(run.total) and event.step >= run.total
     if event.fatal or (not newcomer and (event.step == 0 or again or at_the_end)):
-        why = "" if event.fatal or at_the_end else " at step 0" if event.step == 0 else f" twice at step {event.step}"
+        why = (
+            ""
+            if event.fatal or at_the_end
+            else " at step 0"
+            if event.step == 0
+            else f" twice at step {event.step}"
+        )
         head = event.error if event.fatal else f"TrainingError{why}: {event.error}"
         ending.end(run, "failed", f"{event.traceback.rstrip()}\n{head}")
         return

@@ -137,7 +137,11 @@ def let_go(run: RunState, plan: Plan) -> None:
 
 
 def on_formed(run: RunState, event: wire.Formed) -> None:
-    if run.phase is Phase.FORMING and run.generation is not None and event.generation == run.generation.number:
+    if (
+        run.phase is Phase.FORMING
+        and run.generation is not None
+        and event.generation == run.generation.number
+    ):
         run.awaited.discard(event.replica)
 
 
@@ -153,9 +157,11 @@ def formed(run: RunState) -> None:
         run.reform.connected_s = run.now
     run.emit(
         events.GenerationFormed(
-            generation=generation.number, replicas=generation.members,
+            generation=generation.number,
+            replicas=generation.members,
             nodes=tuple(run.replicas[i].node for i in generation.members if i in run.replicas),
-            step=generation.step, reason=run.reform.cause if run.reform else "start",
+            step=generation.step,
+            reason=run.reform.cause if run.reform else "start",
             total=run.total or None,
         )  # fmt: skip
     )

@@ -21,7 +21,9 @@ def launch_missing(run: RunState) -> None:
         return  # what became of those that vanished decides how long to wait
     avoid = tuple(sorted(run.excluded))
     for _ in range(missing):
-        replica = m.Replica(replica=run.next_id, state=ReplicaState.LAUNCHED, since_s=run.now, heard_s=run.now)
+        replica = m.Replica(
+            replica=run.next_id, state=ReplicaState.LAUNCHED, since_s=run.now, heard_s=run.now
+        )
         run.add(replica)
         run.next_id += 1
         run.out.append(m.Launch(replica=replica.replica, avoid_nodes=avoid))
@@ -41,16 +43,15 @@ def on_hello(run: RunState, event: wire.Hello) -> None:
     take_identity(run, replica, event)
     run.send((event.replica,), wire.Welcome(incarnation=run.incarnation, known_step=run.known_step()))
     run.send((event.replica,), wire.Keep(memo=run.memo()))
+    if replica.state is ReplicaState.LAUNCHED:
+        run.move(replica, ReplicaState.WARMING)
+        replica.warming_s = replica.moved_s = run.now
     if event.node in run.excluded:
         run.mark_leaving(replica, f"node {event.node} is being drained")
-        if replica.state in _NEWCOMERS:
-            ending.release(run, replica, replica.leaving)
-            return
     if replica.state in _NEWCOMERS:
-        if replica.state is ReplicaState.LAUNCHED:
-            run.move(replica, ReplicaState.WARMING)
-            replica.warming_s = replica.moved_s = run.now
-        if event.ready and replica.state is ReplicaState.WARMING:
+        if replica.leaving:
+            ending.release(run, replica, replica.leaving)
+        elif event.ready and replica.state is ReplicaState.WARMING:
             warm(run, replica, event.signature, event.digest, event.total)
         return
     training.take_records(run, event.records)
@@ -105,7 +106,10 @@ def warm(run: RunState, replica: m.Replica, signature: tuple[str, ...], digest: 
     replica.digest = digest
     run.emit(
         events.ReplicaReady(
-            replica=replica.replica, node=replica.node, host=replica.host, pid=replica.pid,
+            replica=replica.replica,
+            node=replica.node,
+            host=replica.host,
+            pid=replica.pid,
             start_s=run.now - replica.since_s,
         )  # fmt: skip
     )

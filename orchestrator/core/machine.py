@@ -20,7 +20,16 @@ from typing import Any
 from everstep.actors import wire
 from everstep.errors import IllegalEvent
 from everstep.orchestrator import events
-from everstep.orchestrator.core import adopting, changing, ending, failing, forming, gathering, training, watching
+from everstep.orchestrator.core import (
+    adopting,
+    changing,
+    ending,
+    failing,
+    forming,
+    gathering,
+    training,
+    watching,
+)
 from everstep.orchestrator.core import model as m
 from everstep.orchestrator.core.accounts import Clock
 from everstep.orchestrator.core.model import Phase
@@ -109,10 +118,14 @@ class Core(RunState):
         kind = type(event)
         if kind in (m.Start, m.Adopt):
             if self.started:
-                raise IllegalEvent(f"run {self.settings.run!r} was started twice; it is in phase {self.phase}")
+                raise IllegalEvent(
+                    f"run {self.settings.run!r} was started twice; it is in phase {self.phase}"
+                )
             return _on_start if kind is m.Start else adopting.on_adopt
         if kind is not wire.Stacks and kind not in _HANDLERS:
-            raise IllegalEvent(f"run {self.settings.run!r}: the core has no place for {event!r} in phase {self.phase}")
+            raise IllegalEvent(
+                f"run {self.settings.run!r}: the core has no place for {event!r} in phase {self.phase}"
+            )
         if not self.started:
             raise IllegalEvent(f"run {self.settings.run!r}: {kind.__name__} came before Start or Adopt")
         if isinstance(event, m.Scale):
@@ -124,7 +137,9 @@ class Core(RunState):
     def _check_scale(self, event: m.Scale) -> None:
         low, high = self.settings.min_replicas, self.settings.max_replicas
         if not low <= event.replicas <= high:
-            raise IllegalEvent(f"run {self.settings.run!r}: scale to {event.replicas}, outside of {low} to {high}")
+            raise IllegalEvent(
+                f"run {self.settings.run!r}: scale to {event.replicas}, outside of {low} to {high}"
+            )
 
     def _catch_up(self) -> None:
         """What came while adopting, in the order in which it came."""
@@ -133,6 +148,8 @@ class Core(RunState):
             handler = self._handler(event)
             if handler is not None:
                 handler(self, event)
+        if self.phase not in m.OVER:
+            changing.shrink_pool(self)
 
     def _advance(self) -> None:
         """Whatever is due now, after every event but a heartbeat."""

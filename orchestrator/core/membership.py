@@ -92,7 +92,9 @@ def choose(
     current = [r for r in survivors if r.holds_state and r.status.applied == newest]
     vote = next((r.status.vote for r in current if r.status.vote), "")
     # Without the vote's result nobody can roll forward.
-    behind = [r for r in survivors if vote and r.holds_state and r.status.applied == newest - 1 and r.status.reduced]
+    behind = [
+        r for r in survivors if vote and r.holds_state and r.status.applied == newest - 1 and r.status.reduced
+    ]
     holding = {r.replica for r in current} | {r.replica for r in behind}
     final = bool(total) and newest >= total
     if final:
@@ -155,13 +157,19 @@ def _take(survivors: Sequence[Replica], joiners: Sequence[Replica], target: int,
     return members
 
 
-def _kept(members: Sequence[Replica], newest: int, holding: set[int], logical_shards: int) -> list[tuple[int, ...]]:
+def _kept(
+    members: Sequence[Replica], newest: int, holding: set[int], logical_shards: int
+) -> list[tuple[int, ...]]:
     """Per member the shards of step `newest` whose gradient it will hold without being asked again."""
     owned: set[int] = set()
     kept: list[tuple[int, ...]] = []
     for replica in members:
         status = replica.status
-        if replica.replica not in holding or status.applied != newest or not (status.kept or status.current >= 0):
+        if (
+            replica.replica not in holding
+            or status.applied != newest
+            or not (status.kept or status.current >= 0)
+        ):
             kept.append(())
             continue
         # No two hold one shard, and none that does not exist; but a replica's word must never stop the controller.

@@ -32,7 +32,12 @@ def blame(run: RunState, replica: m.Replica, cause: str) -> None:
     """A survivor's failed collective may be heard of first; this is why it failed. Only the first to fail is to blame."""
     reform = run.reform
     if reform is not None and reform.replica is None:
-        reform.replica, reform.node, reform.cause, reform.planned = replica.replica, replica.node, cause, False
+        reform.replica, reform.node, reform.cause, reform.planned = (
+            replica.replica,
+            replica.node,
+            cause,
+            False,
+        )
 
 
 def parked(run: RunState) -> None:

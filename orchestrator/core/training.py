@@ -68,8 +68,12 @@ def publish(run: RunState) -> None:
             run.emit(events.NonFinite(step=record.step, action="skip"))
         run.emit(
             events.StepCommitted(
-                step=record.step, generation=record.generation, metrics=record.metrics, samples=record.samples,
-                world_size=len(run.generation.members) if run.generation else 0, step_s=record.step_s,
+                step=record.step,
+                generation=record.generation,
+                metrics=record.metrics,
+                samples=record.samples,
+                world_size=len(run.generation.members) if run.generation else 0,
+                step_s=record.step_s,
             )  # fmt: skip
         )
 
@@ -78,7 +82,9 @@ def fill_gap(run: RunState) -> None:
     """Steps that are history, but whose record died with those who had it: they are told without metrics."""
     number = run.generation.number if run.generation else 0
     for step in range(run.step, run.reached):
-        blank = wire.Record(history=run.history, generation=number, step=step, metrics={}, samples=0, step_s=0.0)
+        blank = wire.Record(
+            history=run.history, generation=number, step=step, metrics={}, samples=0, step_s=0.0
+        )
         run.records.setdefault(step, blank)
     run.gap_since = None
     publish(run)
@@ -103,7 +109,9 @@ def check_speeds(run: RunState, step: int) -> None:
     if len(pace) != len(generation.members):
         return
     decision = run.rebalance.decide(
-        RebalanceObservation(step=step, seconds_per_shard=pace, ranges=[range(*r) for r in generation.ranges]),
+        RebalanceObservation(
+            step=step, seconds_per_shard=pace, ranges=[range(*r) for r in generation.ranges]
+        ),
         run.rebalance_state,
     )
     run.rebalance_state = decision.state

@@ -63,7 +63,9 @@ def expire_silent(run: RunState) -> None:
         elif replica.state is ReplicaState.WARMING and run.now - replica.warming_s > start_limit:
             text = f"not ready after {run.now - replica.warming_s:.0f} s"
             give_up(run, replica, text, FailureClass.UNKNOWN)
-        elif replica.state is ReplicaState.RELEASED and run.now - replica.since_s > run.settings.end_timeout_s:
+        elif (
+            replica.state is ReplicaState.RELEASED and run.now - replica.since_s > run.settings.end_timeout_s
+        ):
             ending.kill(run, replica, "released but did not go")
             replica.since_s = run.now
     if not silent:
@@ -125,9 +127,13 @@ def check_hang(run: RunState) -> None:
     hung = [] if run.all_done() else [r for r in members if run.now - r.moved_s > hang_limit(run, r, limit)]
     if stuck and hung:
         for replica in hung:
-            give_up(run, replica, f"hung in {replica.phase!r} for more than {limit:.0f} s", FailureClass.UNKNOWN)
+            give_up(
+                run, replica, f"hung in {replica.phase!r} for more than {limit:.0f} s", FailureClass.UNKNOWN
+            )
     elif stuck and (run.all_done() or len(waiting) == len(members)):
-        failing.park(run, f"all replicas wait for each other for more than {limit:.0f} s", None, planned=False)
+        failing.park(
+            run, f"all replicas wait for each other for more than {limit:.0f} s", None, planned=False
+        )
 
 
 def hang_limit(run: RunState, replica: m.Replica, limit: float) -> float:

@@ -90,7 +90,9 @@ class Run:
                     self._position = position
                     return event
             assert time.monotonic() < deadline, f"not seen within {timeout_s} s; last events: {self.tail()}"
-            assert self._thread.is_alive() or self.result is not None, f"the run ended: {self.error}; {self.tail()}"
+            assert self._thread.is_alive() or self.result is not None, (
+                f"the run ended: {self.error}; {self.tail()}"
+            )
             self._poll()
 
     def _poll(self) -> None:
@@ -153,9 +155,11 @@ def config(name: str, folder: Path, **changes: Any) -> everstep.RunConfig:
     }
     top: dict[str, Any] = {"name": name, "storage": str(folder / "storage"), "log_every_s": 1.0}
     classes = {
-        "scaling": everstep.ScalingConfig, "batch": everstep.BatchConfig, "failure": everstep.FailureConfig,
+        "scaling": everstep.ScalingConfig,
+        "batch": everstep.BatchConfig,
+        "failure": everstep.FailureConfig,
         "detection": everstep.DetectionConfig,
-    }  # fmt: skip
+    }
     for key, value in changes.items():
         for section, cls in classes.items():
             if key in cls.__dataclass_fields__:

@@ -62,16 +62,23 @@ class Loop:
         time.sleep(self.import_s)
         hidden = [m for _ in range(self.layers - 1) for m in (nn.Linear(self.hidden, self.hidden), nn.Tanh())]
         model = nn.Sequential(
-            nn.Linear(self.width, self.hidden), nn.BatchNorm1d(self.hidden), nn.Tanh(), nn.Dropout(0.2),
-            *hidden, nn.Linear(self.hidden, 1),
-        )  # fmt: skip
+            nn.Linear(self.width, self.hidden),
+            nn.BatchNorm1d(self.hidden),
+            nn.Tanh(),
+            nn.Dropout(0.2),
+            *hidden,
+            nn.Linear(self.hidden, 1),
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
         run.register(model=model, optimizer=optimizer, scheduler=scheduler)
         total = None if self.epochs else self.steps
         loop = run.steps(
-            Numbers(self.size, self.width), total=total, epochs=self.epochs, num_workers=self.num_workers,
-        )  # fmt: skip
+            Numbers(self.size, self.width),
+            total=total,
+            epochs=self.epochs,
+            num_workers=self.num_workers,
+        )
         with (folder / f"samples-{run.replica}.jsonl").open("a", buffering=1) as samples:
             for step in loop:
                 for index, x, y in step.batches():

@@ -103,7 +103,7 @@ def test_nothing_is_left_after_the_driver_was_killed(nodes: Nodes, name: str, fo
         pids = [r["pid"] for r in connect.ask(run, "status")["replicas"]]
         driver.kill()
         driver.wait(10.0)
-        gone, alive = psutil.wait_procs([psutil.Process(p) for p in pids if psutil.pid_exists(p)], timeout=40.0)
+        _, alive = psutil.wait_procs([psutil.Process(p) for p in pids if psutil.pid_exists(p)], timeout=40.0)
         assert not alive
         wait_until(lambda: name not in connect.live_runs(), 60.0)
     finally:
@@ -133,7 +133,7 @@ def test_replicas_end_by_themselves_when_no_controller_comes_back(name: str, fol
     run.wait_step(3)
     processes = [psutil.Process(pid) for pid in run.pids()]
     ray.kill(run.controller(), no_restart=True)
-    gone, alive = psutil.wait_procs(processes, timeout=30.0)
+    _, alive = psutil.wait_procs(processes, timeout=30.0)
     assert not alive
     run._thread.join(60.0)
     assert run.error is not None

@@ -112,7 +112,9 @@ def test_a_drain_notice_of_ray_is_a_planned_departure_case_8(
     """What a preemption notice, or SIGTERM of `ray start --block`, tells Ray; without a preemption eating a budget."""
     from ray._raylet import GcsClient
 
-    with Run(Loop(folder=str(folder), **LOOP), config(name, folder, max_replicas=3, process_crashes=0)) as run:
+    with Run(
+        Loop(folder=str(folder), **LOOP), config(name, folder, max_replicas=3, process_crashes=0)
+    ) as run:
         run.wait_world(3)
         node = run.replicas()[1]["node"]
         reason_preemption = 2
@@ -128,7 +130,9 @@ def test_a_drain_notice_of_ray_is_a_planned_departure_case_8(
 def test_sigterm_of_a_replica_is_a_planned_departure(
     name: str, folder: Path, undisturbed: tuple[everstep.Result, Any]
 ) -> None:
-    with Run(Loop(folder=str(folder), **LOOP), config(name, folder, max_replicas=3, process_crashes=0)) as run:
+    with Run(
+        Loop(folder=str(folder), **LOOP), config(name, folder, max_replicas=3, process_crashes=0)
+    ) as run:
         run.wait_world(3)
         os.kill(run.replicas()[1]["pid"], signal.SIGTERM)
         run.wait_for(lambda e: e.type == "generation_formed" and len(e.replicas) == 2)  # type: ignore[attr-defined]

@@ -12,7 +12,14 @@ import ray
 import torch
 from torch import nn
 
-from everstep.errors import BudgetExhausted, EverstepError, LoopError, NonFiniteLoss, StateMismatch, TrainingError
+from everstep.errors import (
+    BudgetExhausted,
+    EverstepError,
+    LoopError,
+    NonFiniteLoss,
+    StateMismatch,
+    TrainingError,
+)
 from tests.cluster.harness import Run, config
 from tests.cluster.loops import Loop, Numbers
 
@@ -20,16 +27,20 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def test_an_exception_at_step_0_is_tried_once_case_6(name: str, folder: Path) -> None:
-    with Run(Loop(folder=str(folder), raise_at=0), config(name, folder, max_replicas=2)) as run:
-        with pytest.raises(TrainingError, match=r"(?s)Traceback.*ValueError: the user's own mistake at step 0"):
-            run.finish()
+    with (
+        Run(Loop(folder=str(folder), raise_at=0), config(name, folder, max_replicas=2)) as run,
+        pytest.raises(TrainingError, match=r"(?s)Traceback.*ValueError: the user's own mistake at step 0"),
+    ):
+        run.finish()
     assert len((folder / "imports.txt").read_text().split()) == 2, "no replica was started again"
 
 
 def test_the_same_exception_twice_at_one_step_ends_the_run(name: str, folder: Path) -> None:
-    with Run(Loop(folder=str(folder), raise_at=7), config(name, folder, max_replicas=2)) as run:
-        with pytest.raises(TrainingError, match="twice at step 7"):
-            run.finish()
+    with (
+        Run(Loop(folder=str(folder), raise_at=7), config(name, folder, max_replicas=2)) as run,
+        pytest.raises(TrainingError, match="twice at step 7"),
+    ):
+        run.finish()
 
 
 def test_one_exception_on_one_replica_is_absorbed(name: str, folder: Path) -> None:
@@ -41,18 +52,22 @@ def test_one_exception_on_one_replica_is_absorbed(name: str, folder: Path) -> No
 def test_the_crash_budget_ends_the_run_case_5(name: str, folder: Path) -> None:
     """Two crashes are absorbed, however fast the replacements come; the third is one too many."""
     loop = Loop(folder=str(folder), steps=100000, compute_s=0.02)
-    with Run(loop, config(name, folder, max_replicas=2, process_crashes=2)) as run:
-        with pytest.raises(BudgetExhausted, match="process_crash"):
-            for _ in range(3):
-                run.wait_world(2)
-                run.kill(run.replicas()[1])
-                run.wait_for(lambda e: e.type == "replica_lost")
-            run.finish()
+    with (
+        Run(loop, config(name, folder, max_replicas=2, process_crashes=2)) as run,
+        pytest.raises(BudgetExhausted, match="process_crash"),
+    ):
+        for _ in range(3):
+            run.wait_world(2)
+            run.kill(run.replicas()[1])
+            run.wait_for(lambda e: e.type == "replica_lost")
+        run.finish()
 
 
 def test_waiting_after_the_last_step_is_no_fault_case_7(name: str, folder: Path) -> None:
     loop = Loop(folder=str(folder), steps=5, after_s=15.0, after_replica=1)
-    settings = config(name, folder, max_replicas=3, hang_floor_s=2.0, first_step_s=3.0, heartbeat_timeout_s=2.0)
+    settings = config(
+        name, folder, max_replicas=3, hang_floor_s=2.0, first_step_s=3.0, heartbeat_timeout_s=2.0
+    )
     started = time.monotonic()
     with Run(loop, settings) as run:
         result = run.finish()
@@ -100,10 +115,11 @@ def registers_a_list(run: Any) -> None:
         (registers_a_list, EverstepError, "history"),
     ],
 )
-def test_a_broken_rule_is_named(name: str, folder: Path, loop: Any, error: type[Exception], words: str) -> None:
-    with Run(loop, config(name, folder, max_replicas=2)) as run:
-        with pytest.raises(error, match=words):
-            run.finish()
+def test_a_broken_rule_is_named(
+    name: str, folder: Path, loop: Any, error: type[Exception], words: str
+) -> None:
+    with Run(loop, config(name, folder, max_replicas=2)) as run, pytest.raises(error, match=words):
+        run.finish()
 
 
 def test_a_non_finite_step_can_be_skipped_everywhere(name: str, folder: Path) -> None:

@@ -55,7 +55,9 @@ def test_rank_0_is_not_special_case_2(
     name: str, folder: Path, undisturbed: tuple[everstep.Result, Any]
 ) -> None:
     """Kill the replica that holds rank 0, three times in a row."""
-    with Run(Loop(folder=str(folder), steps=STEPS, compute_s=0.02), config(name, folder, backoff_s=30.0)) as run:
+    with Run(
+        Loop(folder=str(folder), steps=STEPS, compute_s=0.02), config(name, folder, backoff_s=30.0)
+    ) as run:
         for size in (3, 2, 1):
             run.wait_step(3 if size == 3 else 0)
             run.kill(run.replicas()[0])
@@ -68,7 +70,9 @@ def test_rank_0_is_not_special_case_2(
 def test_half_of_the_replicas_at_once_is_one_recovery_case_15(
     name: str, folder: Path, undisturbed: tuple[everstep.Result, Any]
 ) -> None:
-    with Run(Loop(folder=str(folder), steps=STEPS, compute_s=0.02), config(name, folder, backoff_s=30.0)) as run:
+    with Run(
+        Loop(folder=str(folder), steps=STEPS, compute_s=0.02), config(name, folder, backoff_s=30.0)
+    ) as run:
         run.wait_step(5)
         for replica in run.replicas()[1:3]:
             os.kill(replica["pid"], signal.SIGKILL)
@@ -163,7 +167,7 @@ def test_data_workers_and_augmented_order_survive_a_kill(
         assert workers, "it has data workers"
         victim.kill()
         run.wait_world(2)
-        gone, alive = psutil.wait_procs(workers, timeout=10.0)
+        _, alive = psutil.wait_procs(workers, timeout=10.0)
         assert not alive, "a killed replica's data workers end with it"
         result = run.finish()
     assert result.digest == undisturbed[0].digest
