@@ -9,9 +9,6 @@ committed any more. It knows how groups are formed and aborted, but nothing of g
 from __future__ import annotations
 
 import base64
-import contextlib
-import faulthandler
-import tempfile
 import threading
 import time
 from collections import deque
@@ -24,6 +21,7 @@ import torch
 from everstep.actors import wire
 from everstep.actors.groups import Group, Rendezvous, form_group
 from everstep.actors.link import Link
+from everstep.actors.stacks import stacks
 from everstep.errors import EverstepError, Fenced, GroupBroken
 
 _MAX_RECORDS = 4096
@@ -498,12 +496,3 @@ class Member:
                     wait_s=now - since,
                 )
             )
-
-
-def stacks() -> str:
-    """Python stacks of all threads of this process."""
-    with tempfile.TemporaryFile(mode="w+") as file:
-        with contextlib.suppress(RuntimeError):
-            faulthandler.dump_traceback(file=file, all_threads=True)
-        file.seek(0)
-        return file.read()

@@ -67,21 +67,37 @@ def main(rank, a, port, store_port):
     names = list(runs)
     times = {n: [] for n in names}
     cpu = {n: 0.0 for n in names}
+    main_cpu = {n: 0.0 for n in names}
+    faults = {n: 0 for n in names}
+    import resource
+    begin = time.perf_counter()
+    stop = torch.zeros(1)
     for i in range(a.steps + 3):
+        stop[0] = time.perf_counter() - begin > a.seconds
+        dist.broadcast(stop, 0)
+        if stop[0]:
+            break
         order = names[i % len(names):] + names[:i % len(names)]
         for n in order:
             dist.barrier()
+            f0 = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            th = time.thread_time()
             c, t = time.process_time(), time.perf_counter()
             runs[n]()
             if i >= 3:
                 times[n].append(time.perf_counter() - t)
                 cpu[n] += time.process_time() - c
+                main_cpu[n] += time.thread_time() - th
+                faults[n] += resource.getrusage(resource.RUSAGE_SELF).ru_minflt - f0
     if rank == 0:
         base = sorted(times["ddp"])[len(times["ddp"]) // 2]
         for n in names:
             ts = sorted(times[n])
             pair = sorted(u / v for u, v in zip(times[n], times["ddp"]))
-            print(f"{n:14s} median {ts[len(ts)//2]*1e3:7.1f} ms  p10 {ts[len(ts)//10]*1e3:7.1f}  ratio {ts[len(ts)//2]/base:.3f}  paired {pair[len(pair)//2]:.3f} p10-ratio {ts[len(ts)//10]/sorted(times['ddp'])[len(ts)//10]:.3f} cpu {cpu[n]/a.steps*1e3:.1f} ({cpu[n]/cpu['ddp']:.3f})", flush=True)
+            print(f"{n:14s} n={len(ts)} median {ts[len(ts)//2]*1e3:7.1f} ms  p10 {ts[len(ts)//10]*1e3:7.1f}  ratio {ts[len(ts)//2]/base:.3f}  paired {pair[len(pair)//2]:.3f} p10-ratio {ts[len(ts)//10]/sorted(times['ddp'])[len(ts)//10]:.3f} cpu {cpu[n]/len(ts)*1e3:.1f} main {main_cpu[n]/len(ts)*1e3:.1f} faults {faults[n]//len(ts)} ({cpu[n]/cpu['ddp']:.3f})", flush=True)
+        for t in os.listdir("/proc/self/task"):
+            f = open(f"/proc/self/task/{t}/stat").read().split()
+            print(open(f"/proc/self/task/{t}/comm").read().strip(), "user", f[13], "sys", f[14], "ticks")
     dist.barrier()
 
 
@@ -93,10 +109,11 @@ if __name__ == "__main__":
     p.add_argument("--layers", type=int, default=3)
     p.add_argument("--batch", type=int, default=64)
     p.add_argument("--steps", type=int, default=40)
+    p.add_argument("--seconds", type=float, default=45)
     p.add_argument("--ours", default="ordered:25,fast:25")
     a = p.parse_args()
     server = RendezvousServer("127.0.0.1")
     import socket
     s = socket.create_server(("127.0.0.1", 0)); sp = s.getsockname()[1]; s.close()
-    ps = [mp.get_context("spawn").Process(target=main, args=(r, a, server.port, sp)) for r in range(a.world)]
+    ps = [mp.get_context("fork").Process(target=main, args=(r, a, server.port, sp)) for r in range(a.world)]
     [q.start() for q in ps]; [q.join() for q in ps]

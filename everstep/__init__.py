@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from everstep.actors.session import Session as Session
-    from everstep.actors.session import Step as Step
+    from everstep.actors.step import Step as Step
     from everstep.orchestrator.api import Result as Result
     from everstep.orchestrator.api import run as run
     from everstep.orchestrator.config import BatchConfig as BatchConfig
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Session": "everstep.actors.session",
-    "Step": "everstep.actors.session",
+    "Step": "everstep.actors.step",
     "run": "everstep.orchestrator.api",
     "Result": "everstep.orchestrator.api",
     "RunConfig": "everstep.orchestrator.config",

@@ -33,12 +33,13 @@ from everstep.orchestrator import connect
 from everstep.orchestrator import events as ev
 from everstep.orchestrator.cluster import ClusterView, cause_of_death, create_replica
 from everstep.orchestrator.connect import error_answer
-from everstep.orchestrator.core import Core, Phase, Settings
+from everstep.orchestrator.core import Core, Phase
 from everstep.orchestrator.core import model as m
 from everstep.orchestrator.eventlog import EventLog
 from everstep.orchestrator.lines import Lines
+from everstep.orchestrator.settings import settings_of
 from everstep.orchestrator.status import status_of
-from everstep.policies.budget import BudgetLimits, FailureClass
+from everstep.policies.budget import FailureClass
 
 if TYPE_CHECKING:
     from everstep.orchestrator.config import RunConfig
@@ -60,39 +61,6 @@ class ControllerSpec:
     config: RunConfig
     token: str
     """Secret of the run: who does not know it is not talked to."""
-
-
-def settings_of(config: RunConfig) -> Settings:
-    """The core's view of a run's configuration."""
-    scaling, detection, failure = config.scaling, config.detection, config.failure
-    return Settings(
-        run=config.name,
-        min_replicas=scaling.min_replicas,
-        max_replicas=scaling.max_replicas,
-        replicas=scaling.replicas or scaling.max_replicas,
-        spares=scaling.spares,
-        logical_shards=config.batch.logical_shards,
-        heartbeat_s=detection.heartbeat_s,
-        heartbeat_timeout_s=detection.heartbeat_timeout_s,
-        hang_floor_s=detection.hang_floor_s,
-        first_step_s=detection.first_step_s,
-        start_timeout_s=detection.start_timeout_s,
-        park_timeout_s=detection.park_timeout_s,
-        form_timeout_s=detection.form_timeout_s,
-        settle_s=detection.settle_s,
-        adopt_timeout_s=detection.lease_s * 2 / 3,
-        budget=BudgetLimits(
-            process_crash=failure.process_crashes,
-            node_loss=failure.node_losses,
-            preemption=failure.preemptions,
-            network=failure.network,
-            out_of_memory=failure.out_of_memory,
-            unknown=failure.unknown,
-            window_s=failure.window_s,
-            back_off_s=failure.backoff_s,
-            back_off_cap_s=failure.backoff_cap_s,
-        ),
-    )
 
 
 class Controller:

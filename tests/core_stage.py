@@ -28,7 +28,14 @@ class Stage:
 
     def __init__(self, **settings: Any) -> None:
         self.settings = Settings(
-            **{"max_replicas": 8, "replicas": 3, "logical_shards": 8, "settle_s": 2.0, "budget": MANY, **settings}
+            **{
+                "max_replicas": 8,
+                "replicas": 3,
+                "logical_shards": 8,
+                "settle_s": 2.0,
+                "budget": MANY,
+                **settings,
+            }
         )
         self.core = Core(self.settings)
         self.core.store = ("store", 1)
@@ -137,7 +144,9 @@ class Stage:
         for i in generation.members:
             self.status[i] = replace(self.status[i], applied=number + 1, reduced=False, kept=(), vote="v")
         if tell:
-            self.feed(wire.Committed(replica=generation.members[0], generation=generation.number, record=record))
+            self.feed(
+                wire.Committed(replica=generation.members[0], generation=generation.number, record=record)
+            )
         if self.core.phase is Phase.PAUSING:
             for i in generation.members:
                 if i not in self.silent:
@@ -166,8 +175,15 @@ class Stage:
 
 def restarted(stage: Stage, *, adopt: dict[str, Any] | None = None, **settings: Any) -> Stage:
     """The same cluster with a new controller, to which nobody has spoken yet."""
-    after = Stage(**{"replicas": stage.settings.replicas, "min_replicas": stage.settings.min_replicas, **settings})
-    after.now, after.status, after.orders, after.memos = stage.now + 1.0, stage.status, stage.orders, stage.memos
+    after = Stage(
+        **{"replicas": stage.settings.replicas, "min_replicas": stage.settings.min_replicas, **settings}
+    )
+    after.now, after.status, after.orders, after.memos = (
+        stage.now + 1.0,
+        stage.status,
+        stage.orders,
+        stage.memos,
+    )
     after.silent = stage.silent
     after.feed(m.Adopt(incarnation=2, replicas=tuple(sorted(stage.core.replicas)), **(adopt or {})))
     return after

@@ -107,11 +107,21 @@ def send_out(run: RunState, plan: Plan) -> None:
         run.emit(events.StateLost(step=0))
     run.reached = plan.step
     generation = wire.Generation(
-        number=run.number, incarnation=run.incarnation, history=run.history, step=plan.step,
-        members=plan.members, ranges=plan.ranges, held=plan.held, todo=plan.todo, store=run.store,
-        sources=tuple(run.replicas[i].transfer for i in plan.sources), fetch=plan.fetch,
-        roll_forward=plan.roll_forward, vote=plan.vote, final=plan.final,
-    )  # fmt: skip
+        number=run.number,
+        incarnation=run.incarnation,
+        history=run.history,
+        step=plan.step,
+        members=plan.members,
+        ranges=plan.ranges,
+        held=plan.held,
+        todo=plan.todo,
+        store=run.store,
+        sources=tuple(run.replicas[i].transfer for i in plan.sources),
+        fetch=plan.fetch,
+        roll_forward=plan.roll_forward,
+        vote=plan.vote,
+        final=plan.final,
+    )
     run.generation = generation
     run.counts["generations"] += 1
     for i in plan.members:
@@ -163,7 +173,7 @@ def formed(run: RunState) -> None:
             step=generation.step,
             reason=run.reform.cause if run.reform else "start",
             total=run.total or None,
-        )  # fmt: skip
+        )
     )
     if generation.final:
         reforms.close(run)

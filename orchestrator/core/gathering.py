@@ -111,7 +111,7 @@ def warm(run: RunState, replica: m.Replica, signature: tuple[str, ...], digest: 
             host=replica.host,
             pid=replica.pid,
             start_s=run.now - replica.since_s,
-        )  # fmt: skip
+        )
     )
 
 

@@ -74,7 +74,7 @@ def publish(run: RunState) -> None:
                 samples=record.samples,
                 world_size=len(run.generation.members) if run.generation else 0,
                 step_s=record.step_s,
-            )  # fmt: skip
+            )
         )
 
 

@@ -8,10 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from everstep.actors import wire
-from everstep.errors import IllegalEvent
 from everstep.orchestrator import events as ev
 from everstep.orchestrator.core import Phase, ReplicaState
 from everstep.orchestrator.core import model as m
@@ -118,7 +115,9 @@ def test_the_crash_budget_survives_the_controller() -> None:  # case 5
 def test_an_exception_at_step_0_is_shown_and_not_tried_again() -> None:  # case 6
     stage = Stage().start()
     launched = len(stage.launches)
-    stage.feed(wire.UserFailed(replica=1, step=0, error="ValueError: no", traceback="Traceback\n  ...", fatal=False))
+    stage.feed(
+        wire.UserFailed(replica=1, step=0, error="ValueError: no", traceback="Traceback\n  ...", fatal=False)
+    )
     assert (stage.core.outcome, len(stage.launches)) == ("failed", launched)
     assert stage.core.reason.startswith("Traceback")
     assert "ValueError: no" in stage.core.reason
@@ -131,7 +130,9 @@ def test_the_same_exception_twice_at_one_step_ends_the_run() -> None:  # case 6
     stage = Stage().start()
     stage.commit()
     for i, outcome in ((1, ""), (2, "failed")):
-        failed = wire.UserFailed(replica=i, step=1, error="ValueError: no", traceback="Traceback", fatal=False)
+        failed = wire.UserFailed(
+            replica=i, step=1, error="ValueError: no", traceback="Traceback", fatal=False
+        )
         stage.feed(failed)
         assert stage.core.outcome == outcome
     assert "twice at step 1" in stage.core.reason
@@ -290,7 +291,12 @@ def test_a_frozen_replica_is_ejected_and_changes_nothing_when_it_wakes() -> None
     stage.feed(wire.Fault(replica=2, generation=1, error="late"))
     stage.feed(wire.Finished(replica=2, applied=2, digest="other", value=None))
     stage.feed(wire.Beat(replica=2, seq=9, generation=1, applied=2, phase="compute", progress=5))
-    assert (stage.core.step, stage.core.number, stage.core.phase, len(stage.sent)) == picture  # no lease either
+    assert (
+        stage.core.step,
+        stage.core.number,
+        stage.core.phase,
+        len(stage.sent),
+    ) == picture  # no lease either
     stage.hello(2, status=frozen_status, records=(record,))
     assert stage.told(wire.Release) == [(2,)]
     assert stage.core.step == 1

@@ -28,7 +28,9 @@ def adopted(stage: Stage, *who: int, **adopt: object) -> Stage:
 # ---- stopping and ending
 
 
-@pytest.mark.parametrize("phase", [Phase.GATHERING, Phase.FORMING, Phase.RUNNING, Phase.PAUSING, Phase.PARKING])
+@pytest.mark.parametrize(
+    "phase", [Phase.GATHERING, Phase.FORMING, Phase.RUNNING, Phase.PAUSING, Phase.PARKING]
+)
 def test_a_stop_is_obeyed_in_every_phase(phase: Phase) -> None:
     stage = Stage(replicas=2, min_replicas=2)
     stage.feed(m.Start(incarnation=1))
@@ -285,7 +287,9 @@ def test_an_outcome_outlives_the_controller() -> None:
 def test_the_state_of_all_lost_with_the_controller_is_said_to_be_lost() -> None:
     after = Stage(replicas=1, adopt_timeout_s=35.0)
     after.feed(m.Adopt(incarnation=3, replicas=(), history=1, step=40, next_id=9))
-    assert [launch.replica for launch in after.launches] == [10]  # an id that may have been given out is not reused
+    assert [launch.replica for launch in after.launches] == [
+        10
+    ]  # an id that may have been given out is not reused
     after.hello(10)
     after.wait(36.0)  # who may train on somewhere has stopped by then
     assert (after.generation.history, after.generation.step) == (2, 0)

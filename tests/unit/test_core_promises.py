@@ -10,12 +10,11 @@ from dataclasses import replace
 import pytest
 
 from everstep.actors import wire
-from everstep.errors import IllegalEvent
 from everstep.orchestrator import events as ev
-from everstep.orchestrator.core import Phase, ReplicaState
+from everstep.orchestrator.core import Phase
 from everstep.orchestrator.core import model as m
-from everstep.policies.budget import BudgetLimits, FailureClass
-from tests.core_stage import CRASH, NODE_LOSS, Stage, restarted
+from everstep.policies.budget import BudgetLimits
+from tests.core_stage import Stage
 
 
 def record(step: int, generation: int = 1, history: int = 0) -> wire.Record:
@@ -196,7 +195,9 @@ def test_replicas_on_lost_nodes_have_their_lease_before_the_state_is_given_up() 
     stage.commit()
     for i in (0, 1):
         del stage.status[i]
-        stage.feed(m.NodeGone(node=f"n{i}"))  # or cut off, where they train on for as long as their leases last
+        stage.feed(
+            m.NodeGone(node=f"n{i}")
+        )  # or cut off, where they train on for as long as their leases last
     for i in (2, 3):
         stage.hello(i)
     stage.wait(30.0)

@@ -1,0 +1,44 @@
+"""From the user's configuration to what the controller's core needs of it. Called by the controller actor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from everstep.orchestrator.core import Settings
+from everstep.policies.budget import BudgetLimits
+
+if TYPE_CHECKING:
+    from everstep.orchestrator.config import RunConfig
+
+
+def settings_of(config: RunConfig) -> Settings:
+    """The core's view of a run's configuration."""
+    scaling, detection, failure = config.scaling, config.detection, config.failure
+    return Settings(
+        run=config.name,
+        min_replicas=scaling.min_replicas,
+        max_replicas=scaling.max_replicas,
+        replicas=scaling.replicas or scaling.max_replicas,
+        spares=scaling.spares,
+        logical_shards=config.batch.logical_shards,
+        heartbeat_s=detection.heartbeat_s,
+        heartbeat_timeout_s=detection.heartbeat_timeout_s,
+        hang_floor_s=detection.hang_floor_s,
+        first_step_s=detection.first_step_s,
+        start_timeout_s=detection.start_timeout_s,
+        park_timeout_s=detection.park_timeout_s,
+        form_timeout_s=detection.form_timeout_s,
+        settle_s=detection.settle_s,
+        adopt_timeout_s=detection.lease_s * 2 / 3,
+        budget=BudgetLimits(
+            process_crash=failure.process_crashes,
+            node_loss=failure.node_losses,
+            preemption=failure.preemptions,
+            network=failure.network,
+            out_of_memory=failure.out_of_memory,
+            unknown=failure.unknown,
+            window_s=failure.window_s,
+            back_off_s=failure.backoff_s,
+            back_off_cap_s=failure.backoff_cap_s,
+        ),
+    )
