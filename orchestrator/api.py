@@ -137,11 +137,8 @@ def _wait_gone(name: str, deadline: float) -> None:
 
 def _create(train: Callable[[Session], Any], config: RunConfig) -> Any:
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
     from everstep.orchestrator.controller import Controller, ControllerSpec
 
-    here = ray.get_runtime_context().get_node_id()
     options: dict[str, Any] = {
         "name": connect.controller_name(config.name),
         "namespace": connect.NAMESPACE,
@@ -150,8 +147,8 @@ def _create(train: Callable[[Session], Any], config: RunConfig) -> Any:
         "max_task_retries": -1,
         "max_concurrency": 1000,
         "num_cpus": 0,
-        # Beside the driver, which under `ray job submit` is the head: the node that outlives the others.
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=True),
+        # On the head, the node that outlives the others.
+        "resources": {"node:__internal_head__": 0.001},
     }
     spec = ControllerSpec(config=config, token=secrets.token_hex(32))
     actor = ray.remote(Controller).options(**options).remote(spec, ray.cloudpickle.dumps(train))  # type: ignore[no-untyped-call]

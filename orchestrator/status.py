@@ -59,6 +59,7 @@ def _replica(core: Core, replica: Replica, now_s: float) -> dict[str, Any]:
         "pid": replica.pid,
         "shards": list(range(first, stop)),
         "phase": replica.phase,
+        "step": core.step if rank is not None else None,
         "leaving": replica.leaving or None,
         "heartbeat_age_s": max(now_s - replica.heard_s, 0.0),
         "compute_s": replica.compute_s,

@@ -106,6 +106,9 @@ def send_out(run: RunState, plan: Plan) -> None:
         run.durable_step = None if run.durable_step is None else 0
         run.emit(events.StateLost(step=0))
     run.reached = plan.step
+    if not plan.final:
+        # Whoever had finished is gone, and its last steps with it: without ordered reduction they may come out otherwise.
+        run.value, run.digest = None, ""
     generation = wire.Generation(
         number=run.number,
         incarnation=run.incarnation,

@@ -312,6 +312,17 @@ def test_other_weights_at_the_end_are_our_bug_and_said_so() -> None:
     assert stage.core.reason.startswith("InternalError")
 
 
+def test_who_finished_alone_and_died_does_not_decide_what_the_others_must_end_with() -> None:
+    stage = Stage(replicas=2)
+    stage.total = 1
+    stage.start()
+    stage.feed(wire.Finished(replica=0, applied=1, digest="d", value=1))
+    stage.die(0)
+    stage.commit()  # done again, in another generation: plain all-reduce gives other bits there
+    stage.feed(wire.Finished(replica=1, applied=1, digest="e", value=2))
+    assert (stage.core.outcome, stage.core.value) == ("finished", 2)
+
+
 # ---- retries
 
 

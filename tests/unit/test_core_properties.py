@@ -192,7 +192,7 @@ class Senseless(RuleBasedStateMachine):
                 logical_shards=V,
                 settle_s=1.0,
                 budget=BudgetLimits(process_crash=4, unknown=None, network=None, back_off_s=0.1),
-            )  # fmt: skip
+            )
         )
         self.core.store = ("store", 1)
         self.due = 0
@@ -264,7 +264,7 @@ class Senseless(RuleBasedStateMachine):
                 signature=("w",),
                 digest=digest,
                 total=total,
-            )  # fmt: skip
+            )
         )
 
     @rule(
