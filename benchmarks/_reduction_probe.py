@@ -1,4 +1,5 @@
 """Scratch: our step against DDP's, interleaved in the same processes."""
+
 import argparse, os, time, torch, threading, multiprocessing as mp
 import torch.distributed as dist
 from torch import nn
@@ -16,8 +17,21 @@ def mlp(w, layers):
 
 def main(rank, a, port, store_port):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{store_port}", rank=rank, world_size=a.world)
-    group = form_group(torch.device("cpu"), Rendezvous(host="127.0.0.1", port=port, prefix="p", rank=rank, world_size=a.world, bind_ip="127.0.0.1", timeout_s=30))
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{store_port}", rank=rank, world_size=a.world
+    )
+    group = form_group(
+        torch.device("cpu"),
+        Rendezvous(
+            host="127.0.0.1",
+            port=port,
+            prefix="p",
+            rank=rank,
+            world_size=a.world,
+            bind_ip="127.0.0.1",
+            timeout_s=30,
+        ),
+    )
     V = a.world * a.k
     shares = [list(range(r * a.k, (r + 1) * a.k)) for r in range(a.world)]
     x = torch.randn(a.batch, a.width)
@@ -40,7 +54,9 @@ def main(rank, a, port, store_port):
     def add(name, strategy, mb):
         m = mlp(a.width, a.layers)
         o = torch.optim.SGD(m.parameters(), lr=1e-4)
-        r = Reducer(list(m.named_parameters()), [], logical_shards=V, strategy=strategy, bucket_bytes=int(mb * 2**20))
+        r = Reducer(
+            list(m.named_parameters()), [], logical_shards=V, strategy=strategy, bucket_bytes=int(mb * 2**20)
+        )
 
         def step():
             r.attach(group, shares)
@@ -70,6 +86,7 @@ def main(rank, a, port, store_port):
     main_cpu = {n: 0.0 for n in names}
     faults = {n: 0 for n in names}
     import resource
+
     begin = time.perf_counter()
     stop = torch.zeros(1)
     for i in range(a.steps + 3):
@@ -77,7 +94,7 @@ def main(rank, a, port, store_port):
         dist.broadcast(stop, 0)
         if stop[0]:
             break
-        order = names[i % len(names):] + names[:i % len(names)]
+        order = names[i % len(names) :] + names[: i % len(names)]
         for n in order:
             dist.barrier()
             f0 = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -94,7 +111,10 @@ def main(rank, a, port, store_port):
         for n in names:
             ts = sorted(times[n])
             pair = sorted(u / v for u, v in zip(times[n], times["ddp"]))
-            print(f"{n:14s} n={len(ts)} median {ts[len(ts)//2]*1e3:7.1f} ms  p10 {ts[len(ts)//10]*1e3:7.1f}  ratio {ts[len(ts)//2]/base:.3f}  paired {pair[len(pair)//2]:.3f} p10-ratio {ts[len(ts)//10]/sorted(times['ddp'])[len(ts)//10]:.3f} cpu {cpu[n]/len(ts)*1e3:.1f} main {main_cpu[n]/len(ts)*1e3:.1f} faults {faults[n]//len(ts)} ({cpu[n]/cpu['ddp']:.3f})", flush=True)
+            print(
+                f"{n:14s} n={len(ts)} median {ts[len(ts) // 2] * 1e3:7.1f} ms  p10 {ts[len(ts) // 10] * 1e3:7.1f}  ratio {ts[len(ts) // 2] / base:.3f}  paired {pair[len(pair) // 2]:.3f} p10-ratio {ts[len(ts) // 10] / sorted(times['ddp'])[len(ts) // 10]:.3f} cpu {cpu[n] / len(ts) * 1e3:.1f} main {main_cpu[n] / len(ts) * 1e3:.1f} faults {faults[n] // len(ts)} ({cpu[n] / cpu['ddp']:.3f})",
+                flush=True,
+            )
         for t in os.listdir("/proc/self/task"):
             f = open(f"/proc/self/task/{t}/stat").read().split()
             print(open(f"/proc/self/task/{t}/comm").read().strip(), "user", f[13], "sys", f[14], "ticks")
@@ -114,6 +134,10 @@ if __name__ == "__main__":
     a = p.parse_args()
     server = RendezvousServer("127.0.0.1")
     import socket
-    s = socket.create_server(("127.0.0.1", 0)); sp = s.getsockname()[1]; s.close()
+
+    s = socket.create_server(("127.0.0.1", 0))
+    sp = s.getsockname()[1]
+    s.close()
     ps = [mp.get_context("fork").Process(target=main, args=(r, a, server.port, sp)) for r in range(a.world)]
-    [q.start() for q in ps]; [q.join() for q in ps]
+    [q.start() for q in ps]
+    [q.join() for q in ps]

@@ -137,6 +137,7 @@ def _wait_gone(name: str, deadline: float) -> None:
 
 def _create(train: Callable[[Session], Any], config: RunConfig) -> Any:
     import ray
+
     from everstep.orchestrator.controller import Controller, ControllerSpec
 
     options: dict[str, Any] = {

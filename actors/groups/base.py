@@ -66,6 +66,10 @@ class Group(ABC):
     def check(self) -> None:
         """Raises GroupBroken if the group was aborted or has failed."""
 
+    def watch(self, callback: Callable[[GroupBroken], None]) -> None:  # noqa: B027 - optional
+        """Call `callback` once, from any thread, when the group notices that it is broken, also between collectives;
+        not for `abort` or `close`. A later call replaces it. Groups that only notice in a collective do nothing."""
+
     def settle(self) -> None:
         """Hold the host until what the current stream is ordered behind has happened. Without it nothing that was
         received on CUDA is proven to have arrived. Raises GroupBroken."""

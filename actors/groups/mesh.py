@@ -17,7 +17,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -60,8 +60,12 @@ class MeshGroup(Group):
     ) -> None:
         super().__init__(rank, world_size)
         self._description = description
-        self._lock = threading.Lock()  # guards the three below
+        self._lock = threading.Lock()  # guards those below
         self._reason: str | None = None  # why the group is over, None while it lives
+        self._failure: GroupBroken | None = (
+            None  # that it broke by itself, once everything outstanding has failed
+        )
+        self._callback: Callable[[GroupBroken], None] | None = None
         self._posted: deque[_Exchange] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # open as long as `_reason` is None
         server = threading.Thread(target=self._serve, args=(sockets,), name="everstep-mesh", daemon=True)
@@ -85,14 +89,32 @@ class MeshGroup(Group):
     def close(self) -> None:
         self._end("closed")
 
-    def _end(self, reason: str) -> None:
+    def watch(self, callback: Callable[[GroupBroken], None]) -> None:
         with self._lock:
-            if self._reason is None:
-                self._reason = reason
-                os.eventfd_write(self._wake, 1)
+            self._callback = callback
+            failure = self._failure
+        if failure is not None:
+            callback(failure)
+
+    def _end(self, reason: str) -> bool:
+        """Whether this was what ended it."""
+        with self._lock:
+            if self._reason is not None:
+                return False
+            self._reason = reason
+            os.eventfd_write(self._wake, 1)
+            return True
+
+    def _tell(self, reason: str) -> None:
+        with self._lock:
+            self._failure = GroupBroken(f"{self._description}: {reason}")
+            callback = self._callback
+        if callback is not None:
+            callback(self._failure)
 
     def _serve(self, sockets: dict[int, socket.socket]) -> None:
         """The life of the serving thread. A supervisor: whatever happens to it, nobody waits in vain."""
+        failure = ""
         with select.epoll() as epoll:
             connections = {peer: Connection(connected, peer, epoll) for peer, connected in sockets.items()}
             by_descriptor = {connected.fileno(): connections[peer] for peer, connected in sockets.items()}
@@ -105,11 +127,14 @@ class MeshGroup(Group):
                         else:
                             by_descriptor[descriptor].handle(event)
             except GroupBroken as error:
-                self._end(str(error))
+                failure = str(error)
             except Exception as error:  # noqa: BLE001
-                self._end(f"a bug in serving the connections: {error!r}")
+                failure = f"a bug in serving the connections: {error!r}"
             finally:
+                broke = self._end(failure)
                 self._leave(connections)
+        if broke:
+            self._tell(failure)
 
     def _start_posted(self, connections: dict[int, Connection]) -> None:
         os.eventfd_read(self._wake)

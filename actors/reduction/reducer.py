@@ -30,7 +30,7 @@ from everstep.actors.reduction.collector import Collector
 from everstep.actors.reduction.fast import Fast
 from everstep.actors.reduction.layout import Gradients, describe, lay_out, trainable
 from everstep.actors.reduction.ordered import Ordered
-from everstep.actors.reduction.pipeline import Attempt, Pipeline
+from everstep.actors.reduction.pipeline import Adder, Attempt
 from everstep.actors.reduction.plan import Plan, Strategy, make_plan, room
 from everstep.errors import InternalError, LoopError
 
@@ -59,8 +59,8 @@ class Reducer:
             named_buffers: all buffers of the modules, shared ones once.
             logical_shards: V, the number of shards of every global batch.
             bucket_bytes: size from which gradients are reduced without waiting for more.
-            on_failure: called once per failed attempt, from another thread, at the moment of the failure. Must not
-                raise.
+            on_failure: called at the moment when a collective fails or, where the group can tell, a peer is lost, also
+                between collectives; once per attempt, from any thread. Must not raise.
         """
         named = trainable(named_parameters)
         self._parameters = [parameter for _, parameter in named]
@@ -71,7 +71,7 @@ class Reducer:
         self._num_shards = logical_shards
         self._strategy = _STRATEGIES[strategy]()
         self._on_failure = on_failure
-        self._pipeline = Pipeline()
+        self._adder = Adder()
         self._means = Gradients([])  # room for them is made by attach
         self._room_for = 0  # ranks
         self._plan: Plan | None = None
@@ -112,7 +112,8 @@ class Reducer:
         if self._room_for < plan.world_size:
             self._means = Gradients(self._buckets, partial(room, world_size=plan.world_size))
             self._room_for = plan.world_size
-        self._plan, self._attempt, self._launched = plan, Attempt(group, self._on_failure), 0
+        self._plan, self._launched = plan, 0
+        self._attempt = Attempt(group, self._adder, self._on_failure)
 
     def begin_shard(self, shard: int, *, last: bool, scale: float = 1.0) -> None:
         """Before the forward of `shard`.
@@ -187,9 +188,9 @@ class Reducer:
         self._buffers.undo()
 
     def close(self) -> None:
-        """End the threads and take the hooks off the parameters."""
+        """End the thread and take the hooks off the parameters."""
         self._leave_attempt()
-        self._pipeline.close()
+        self._adder.close()
         self._collector.close()
 
     # ---- the vote, and buffers
@@ -246,9 +247,7 @@ class Reducer:
             steps = self._strategy.reduce(
                 attempt.group, plan, nodes, self._means.flats[bucket.number], bucket.numel
             )
-            self._pipeline.submit(
-                attempt, steps if self._stream is None else self._on_stream(self._stream, steps)
-            )
+            attempt.launch(steps if self._stream is None else self._on_stream(self._stream, steps))
             self._launched += 1
 
     def _on_stream(self, stream: torch.cuda.Stream, steps: Iterator[Work]) -> Iterator[Work]:

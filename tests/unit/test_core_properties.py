@@ -215,20 +215,30 @@ class Senseless(RuleBasedStateMachine):
         return max(self.core.number + offset, 0)
 
     @initialize(
-        adopt=st.booleans(),
+        kind=st.sampled_from(("fresh", "adopt", "formed", "formed", "formed", "trained", "trained")),
         step=st.none() | STEPS,
         history=st.integers(0, 1),
         ids=st.frozensets(IDS, max_size=4),
     )
-    def begin(self, adopt: bool, step: int | None, history: int, ids: frozenset[int]) -> None:
+    def begin(self, kind: str, step: int | None, history: int, ids: frozenset[int]) -> None:
         with pytest.raises(IllegalEvent):
             self.core.handle(m.Tick(), self.now)
-        if adopt:
+        if kind == "adopt":
             self.due = step or 0
-            known = {"step": self.due, "history": history, "next_id": 3}
-            self.feed(m.Adopt(incarnation=2, replicas=tuple(ids), **known))
-        else:
-            self.feed(m.Start(incarnation=1))
+            self.feed(m.Adopt(incarnation=2, replicas=tuple(ids), step=self.due, history=history, next_id=3))
+            return
+        self.feed(m.Start(incarnation=1))
+        if kind == "fresh":
+            return
+        for i in range(4):
+            self.hello(i, wire.Status(), True, False, None, [], "", 6)
+        self.all_formed()
+        assert self.core.phase is Phase.RUNNING
+        if kind == "trained":
+            record = wire.Record(
+                history=0, generation=1, step=0, metrics={"loss": 1.0}, samples=1, step_s=0.1
+            )
+            self.committed(0, 0, record)
 
     @rule(seconds=st.sampled_from((0.0, 0.001, 0.5, 3.0, 40.0)))
     def time_passes(self, seconds: float) -> None:
@@ -318,12 +328,14 @@ class Senseless(RuleBasedStateMachine):
     def fetched(self, i: int, offset: int) -> None:
         self.feed(wire.Fetched(replica=i, generation=self.near(offset), num_bytes=1, seconds=0.1))
 
-    @rule(i=IDS, step=STEPS, error=TEXTS, fatal=st.integers(0, 9))
-    def user_failed(self, i: int, step: int, error: str, fatal: int) -> None:
-        failed = wire.UserFailed(replica=i, step=step, error=error, traceback="T", fatal=fatal == 0)
+    @rule(i=IDS, step=STEPS, error=st.integers(), fatal=st.integers(0, 9))
+    def user_failed(self, i: int, step: int, error: int, fatal: int) -> None:
+        if fatal > 4:
+            return
+        failed = wire.UserFailed(replica=i, step=step, error=str(error), traceback="T", fatal=fatal == 0)
         self.feed(failed)
 
-    @rule(i=IDS, applied=STEPS, digest=TEXTS)
+    @rule(i=IDS, applied=STEPS, digest=st.sampled_from(("e",) * 9 + ("f",)))
     def finished(self, i: int, applied: int, digest: str) -> None:
         self.feed(wire.Finished(replica=i, applied=applied, digest=digest, value=None))
 
@@ -354,7 +366,7 @@ class Senseless(RuleBasedStateMachine):
             self.feed(m.Scale(replicas=wish, by="b"))
         assert self.core.target == target
 
-    @rule(now=st.integers(0, 9))
+    @rule(now=st.integers(0, 19))
     def stop(self, now: int) -> None:
         if now == 0:
             self.feed(m.Stop(by="b", now=True))

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -224,6 +225,30 @@ def test_nothing_succeeds_after_abort_even_if_the_data_had_come(pair: list[Group
     pair[1].abort()
     with pytest.raises(GroupBroken, match="aborted"):
         receiving.wait()
+
+
+def test_a_lost_peer_is_noticed_between_collectives_and_an_abort_is_not_reported() -> None:
+    three = mesh(3)
+    told: list[tuple[int, GroupBroken]] = []
+    noticed = threading.Event()
+
+    def tell(rank: int, error: GroupBroken) -> None:
+        told.append((rank, error))
+        if len(told) == 2:
+            noticed.set()
+
+    for group in three:
+        group.watch(lambda error: told.append((-1, error)))  # replaced
+        group.watch(partial(tell, group.rank))
+    three[1].abort()
+    assert noticed.wait(10)
+    assert sorted(rank for rank, _ in told) == [0, 2]
+    three[0].watch(partial(tell, 0))  # too late: told at once
+    assert len(told) == 3 and "closed the connection" in str(told[-1][1])
+    three[1].watch(partial(tell, 1))
+    assert len(told) == 3
+    for group in three:
+        group.close()
 
 
 def test_slices_cover_everything_once() -> None:

@@ -100,10 +100,14 @@ def network(dropout: float = 0.0) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 3))
 
 
-def whole_batches(steps: int = STEPS, size: int = 64, last_batch: str = "drop") -> list[tuple[Tensor, Tensor]]:
+def whole_batches(
+    steps: int = STEPS, size: int = 64, last_batch: str = "drop"
+) -> list[tuple[Tensor, Tensor]]:
     """The global batches of a run with seed 0, each as one."""
     data = Points(size)
-    ledger = DataLedger(dataset_size=size, global_batch_size=BATCH, logical_shards=SHARDS, seed=0, last_batch=last_batch)  # type: ignore[arg-type]
+    ledger = DataLedger(
+        dataset_size=size, global_batch_size=BATCH, logical_shards=SHARDS, seed=0, last_batch=last_batch
+    )  # type: ignore[arg-type]
     batches = []
     for step in range(steps):
         rows = [i for shard in range(SHARDS) for i in ledger.indices(step, shard)]
@@ -113,7 +117,9 @@ def whole_batches(steps: int = STEPS, size: int = 64, last_batch: str = "drop") 
 
 def close(model: nn.Module, plain: nn.Module) -> None:
     for (name, ours), theirs in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-6, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            ours, theirs, rtol=2e-5, atol=2e-6, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 Update = Callable[[nn.Module], tuple[dict[str, Any], dict[str, Any], Callable[[], None]]]
@@ -184,7 +190,11 @@ class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.up, self.down, self.head = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Linear(8, 3)
+        self.up, self.down, self.head = (
+            nn.Linear(8, 8, bias=False),
+            nn.Linear(8, 8, bias=False),
+            nn.Linear(8, 3),
+        )
         self.down.weight = self.up.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -200,7 +210,9 @@ class Tied(nn.Module):
     ],
     ids=["adamw", "scheduler", "clip-norm", "clip-value", "two-optimizers", "unused-and-frozen", "tied"],
 )  # fmt: skip
-def test_updates_are_those_of_plain_torch(build: Callable[[], nn.Module], update: Update, reduction: str) -> None:
+def test_updates_are_those_of_plain_torch(
+    build: Callable[[], nn.Module], update: Update, reduction: str
+) -> None:
     model = build()
     plain = copy.deepcopy(model)
     objects, options, _ = update(model)
@@ -289,7 +301,9 @@ def test_batchnorm_statistics_are_the_mean_over_the_shards() -> None:
         optimizer.zero_grad()
         before = copy.deepcopy(plain.state_dict())
         after = []
-        for part_x, part_y in zip(x.chunk(SHARDS), y.chunk(SHARDS), strict=True):  # ghost batches, in plain torch
+        for part_x, part_y in zip(
+            x.chunk(SHARDS), y.chunk(SHARDS), strict=True
+        ):  # ghost batches, in plain torch
             plain[1].load_state_dict({k[2:]: v.clone() for k, v in before.items() if k.startswith("1.")})
             (F.cross_entropy(plain(part_x), part_y) / SHARDS).backward()
             after.append(copy.deepcopy(plain[1].state_dict()))
