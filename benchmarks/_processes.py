@@ -116,7 +116,7 @@ def ray_cluster(*, nodes: int, cpus_per_node: int = 1) -> Iterator[str]:
     import ray
     from ray.cluster_utils import Cluster
 
-    logging.getLogger("ray").setLevel(logging.ERROR)
+    logging.getLogger("ray").setLevel(logging.CRITICAL)  # such as of a dashboard port that is taken
     memory = 80_000_000
     cluster: Any = Cluster(
         initialize_head=True,

@@ -256,6 +256,8 @@ def main() -> int:
     wanted = [name.strip() for name in options.only.split(",")]
     if unknown := set(wanted) - set(CONTENDERS):
         parser.error(f"--only: {', '.join(sorted(unknown))} unknown; there are {', '.join(CONTENDERS)}")
+    if options.kills < 1:
+        parser.error(f"--kills: {options.kills} must be at least 1")
     common.prepare_environment()
     setting = common.setting()
     common.say(setting)

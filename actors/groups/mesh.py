@@ -62,9 +62,7 @@ class MeshGroup(Group):
         self._description = description
         self._lock = threading.Lock()  # guards those below
         self._reason: str | None = None  # why the group is over, None while it lives
-        self._failure: GroupBroken | None = (
-            None  # that it broke by itself, once everything outstanding has failed
-        )
+        self._failure: GroupBroken | None = None  # set when it broke by itself
         self._callback: Callable[[GroupBroken], None] | None = None
         self._posted: deque[_Exchange] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # open as long as `_reason` is None
@@ -159,7 +157,7 @@ _Payloads = list[tuple[memoryview, int]]
 class _Exchange:
     """Implements Work."""
 
-    def __init__(self, group: Group, sends: _Payloads, receives: _Payloads, channel: int) -> None:
+    def __init__(self, group: MeshGroup, sends: _Payloads, receives: _Payloads, channel: int) -> None:
         self._group = group
         self._sends = sends
         self._receives = receives
@@ -173,11 +171,10 @@ class _Exchange:
             connections[peer].offer(payload, self._channel, self.transfer)
 
     def wait(self) -> None:
-        whole = self.transfer.wait()
+        if not self.transfer.wait():
+            self._group._end("a collective made no progress for an hour")
+            self.transfer.wait()  # until nothing is written any more
         self._group.check()
-        if not whole:
-            self._group.abort()
-            raise GroupBroken("a collective made no progress for an hour")
 
 
 def _payloads(parcels: Sequence[Parcel]) -> _Payloads:
