@@ -152,9 +152,9 @@ def adopt_absent(run: RunState, newest: wire.Generation | None, *, all_here: boo
             run.emit(events.ReplicaLost(replica=i, cause="lost while the controller was away"))
     for i in sorted(died):
         member = newest is not None and i in newest.members
-        run.unexplained[i] = m.Vanished(
-            since_s=run.now, node="", broken=run.number if member else 0, newcomer=not member, announced=False
-        )
+        state = ReplicaState.MEMBER if member else ReplicaState.LAUNCHED
+        gone = m.Replica(replica=i, state=state, since_s=run.now, broken=run.number if member else 0)
+        run.unexplained[i] = gone
     run.expected = set()
     # Ids that were given out after the memo was written are not given out again.
     known = max((*run.replicas, *(newest.members if newest else ()), *died), default=-1)

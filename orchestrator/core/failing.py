@@ -37,11 +37,12 @@ def on_died(run: RunState, event: m.ReplicaDied) -> None:
     replica = run.replicas.get(event.replica)
     if replica is not None:
         lose(run, replica, event.cause, event.failure)
-    elif event.replica in run.unexplained:
-        gone = run.unexplained.pop(event.replica)
+        return
+    replica = run.unexplained.pop(event.replica, None)
+    if replica is not None:
         if run.reform is not None and run.reform.replica == event.replica:
             run.reform.cause = f"replica {event.replica} lost: {event.cause}"
-        tell_loss(run, event.replica, gone, event.cause, event.failure)
+        tell_loss(run, replica, event.cause, event.failure)
 
 
 def on_node_gone(run: RunState, event: m.NodeGone) -> None:
@@ -55,39 +56,41 @@ def lose(run: RunState, replica: m.Replica, cause: str, failure: FailureClass | 
     run.remove(replica)
     if run.phase in OVER:
         return
-    if replica.state is ReplicaState.RELEASED:
+    was = replica.state
+    if was is ReplicaState.RELEASED:
         run.emit(events.ReplicaReleased(replica=replica.replica, node=replica.node, reason=replica.leaving))
         return
     if failure in _MAY_LIVE_ON:
         run.fenced_at = max(run.fenced_at, replica.heard_s + run.settings.adopt_timeout_s)
     if not replica.finished:
-        newcomer = replica.state not in (ReplicaState.MEMBER, ReplicaState.PARKED)
-        gone = m.Vanished(
-            since_s=run.now, node=replica.node, newcomer=newcomer, announced=bool(replica.leaving),
-            broken=run.number if replica.state is ReplicaState.MEMBER else 0,
-        )  # fmt: skip
+        replica.since_s, replica.broken = run.now, run.number if was is ReplicaState.MEMBER else 0
         if failure is None:
-            run.unexplained[replica.replica] = gone
+            run.unexplained[replica.replica] = replica
         else:
-            tell_loss(run, replica.replica, gone, cause, failure)
-    member_lost(run, replica, replica.state, cause)
+            tell_loss(run, replica, cause, failure)
+    member_lost(run, replica, was, cause)
 
 
-def tell_loss(run: RunState, replica: int, gone: m.Vanished, cause: str, failure: FailureClass) -> None:
+def tell_loss(run: RunState, replica: m.Replica, cause: str, failure: FailureClass) -> None:
     """It is known why: record it, and charge it. Whose leaving was announced was preempted, however it ended."""
     if run.phase in OVER:
         return
-    if gone.announced:
+    if replica.leaving:
         failure = FailureClass.PREEMPTION
-    run.emit(events.ReplicaLost(replica=replica, node=gone.node, cause=cause, failure_class=failure.value))
-    if gone.broken:
-        key = (gone.broken, failure.value)
+    run.emit(
+        events.ReplicaLost(
+            replica=replica.replica, node=replica.node, cause=cause, failure_class=failure.value
+        )
+    )
+    if replica.broken:
+        key = (replica.broken, failure)
         if key in run.charged:
             return
         run.charged[key] = None
         if len(run.charged) > _MAX_CHARGED:
             del run.charged[next(iter(run.charged))]
-    charge(run, failure, replica, cause, newcomer=gone.newcomer)
+    newcomer = replica.state not in (ReplicaState.MEMBER, ReplicaState.PARKED)
+    charge(run, failure, replica.replica, cause, newcomer=newcomer)
 
 
 def charge(run: RunState, failure: FailureClass, replica: int, cause: str, *, newcomer: bool) -> None:
@@ -107,14 +110,14 @@ def member_lost(run: RunState, replica: m.Replica, was: ReplicaState, cause: str
     run.awaited.discard(replica.replica)
     run.fetching.discard(replica.replica)
     run.kept_sources.discard(replica.replica)
-    if was not in (ReplicaState.MEMBER, ReplicaState.PARKED):
+    if was is not ReplicaState.MEMBER:
+        run.explained = run.explained or was is ReplicaState.PARKED
         return
     run.explained = True
-    if was is ReplicaState.MEMBER and not (replica.finished and run.all_done()):
-        if run.phase in (Phase.RUNNING, Phase.PAUSING, Phase.FORMING):
-            park(run, f"replica {replica.replica} lost: {cause}", replica, planned=False)
-        elif run.phase is Phase.PARKING:
-            reforms.blame(run, replica, f"replica {replica.replica} lost: {cause}")
+    if run.phase is Phase.PARKING:
+        reforms.blame(run, replica, cause)
+    elif run.phase in LIVE_PHASES and not (replica.finished and run.all_done()):
+        park(run, f"replica {replica.replica} lost: {cause}", replica, planned=False)
 
 
 def park(run: RunState, cause: str, blamed: m.Replica | None, *, planned: bool) -> None:

@@ -74,6 +74,12 @@ _WHEN_OVER: _Handlers = {
     wire.Beat: training.on_beat,
 }
 """`RunEnded` is the last event of a run; from then on it is only watched who is still there."""
+_TABLES: dict[Phase, _Handlers] = {
+    Phase.ADOPTING: _WHILE_ADOPTING,
+    Phase.ENDING: _WHEN_OVER,
+    Phase.ENDED: _WHEN_OVER,
+}
+"""All other phases: `_HANDLERS`."""
 
 
 class Core(RunState):
@@ -116,6 +122,9 @@ class Core(RunState):
     def _handler(self, event: m.CoreEvent) -> Callable[[RunState, Any], None] | None:
         """None: legal, but nothing to do about it now."""
         kind = type(event)
+        handler = _TABLES.get(self.phase, _HANDLERS).get(kind)
+        if handler is not None and self.started and handler is not changing.on_scale:
+            return handler
         if kind in (m.Start, m.Adopt):
             if self.started:
                 raise IllegalEvent(
@@ -130,9 +139,7 @@ class Core(RunState):
             raise IllegalEvent(f"run {self.settings.run!r}: {kind.__name__} came before Start or Adopt")
         if isinstance(event, m.Scale):
             self._check_scale(event)
-        if self.phase is Phase.ADOPTING:
-            return _WHILE_ADOPTING.get(kind)
-        return (_WHEN_OVER if self.phase in m.OVER else _HANDLERS).get(kind)
+        return handler
 
     def _check_scale(self, event: m.Scale) -> None:
         low, high = self.settings.min_replicas, self.settings.max_replicas
@@ -153,6 +160,8 @@ class Core(RunState):
 
     def _advance(self) -> None:
         """Whatever is due now, after every event but a heartbeat."""
+        if self.phase is Phase.PARKING and self.awaited:
+            return
         if self.phase in (Phase.PARKING, Phase.PAUSING) and not self.awaited:
             failing.decide_parked(self)
         elif self.phase is Phase.FORMING and not self.awaited:

@@ -86,15 +86,14 @@ def choose(
         state_known: at least one step was committed.
         total: number of steps of the run; 0 while unknown.
     """
-    newest = newest_step(survivors)
-    if newest is None:
+    holders = [r for r in survivors if r.holds_state]
+    if not holders:
         return _from_the_start(survivors, joiners, target, min_replicas, logical_shards, state_known)
-    current = [r for r in survivors if r.holds_state and r.status.applied == newest]
+    newest = max(r.status.applied for r in holders)
+    current = [r for r in holders if r.status.applied == newest]
     vote = next((r.status.vote for r in current if r.status.vote), "")
     # Without the vote's result nobody can roll forward.
-    behind = [
-        r for r in survivors if vote and r.holds_state and r.status.applied == newest - 1 and r.status.reduced
-    ]
+    behind = [r for r in holders if vote and r.status.applied == newest - 1 and r.status.reduced]
     holding = {r.replica for r in current} | {r.replica for r in behind}
     final = bool(total) and newest >= total
     if final:
@@ -165,16 +164,13 @@ def _kept(
     kept: list[tuple[int, ...]] = []
     for replica in members:
         status = replica.status
-        if (
-            replica.replica not in holding
-            or status.applied != newest
-            or not (status.kept or status.current >= 0)
-        ):
-            kept.append(())
-            continue
-        # No two hold one shard, and none that does not exist; but a replica's word must never stop the controller.
-        mine = {s for s in (*status.kept, status.current) if 0 <= s < logical_shards} - owned
-        owned |= mine
+        mine: list[int] = []
+        if status.applied == newest and replica.replica in holding:
+            for shard in (*status.kept, status.current):
+                # No two hold one shard, and none that does not exist: a replica's word must never stop the controller.
+                if 0 <= shard < logical_shards and shard not in owned:
+                    owned.add(shard)
+                    mine.append(shard)
         kept.append(tuple(sorted(mine)))
     return kept
 

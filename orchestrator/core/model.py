@@ -112,6 +112,7 @@ class Replica:
     replica: int
     state: ReplicaState
     since_s: float
+    """When it was launched; when it was released; when it vanished."""
     node: str = ""
     host: str = ""
     pid: int = 0
@@ -131,6 +132,8 @@ class Replica:
     """Why it should leave at the next boundary; empty if it should stay."""
     finished: bool = False
     """Its train function has returned. Changed by `RunState.mark_finished` alone."""
+    broken: int = 0
+    """Once it is lost: the generation that broke of it; 0 if it was in none."""
     num_kills: int = 0
     """How often its end was ordered."""
     void: bool = False
@@ -141,18 +144,6 @@ class Replica:
     def holds_state(self) -> bool:
         """It holds state of the run, as of its `status`."""
         return not self.status.fresh and not self.void
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Vanished:
-    """A process that is gone, while nobody has said yet what became of it."""
-
-    since_s: float
-    node: str
-    broken: int
-    newcomer: bool
-    announced: bool
-    """It had been told, or had told us, that it would go."""
 
 
 # ---- what the core is told, besides the replicas' own messages (`actors.wire`)

@@ -17,8 +17,8 @@ def begin(run: RunState, cause: str, blamed: m.Replica | None, *, planned: bool)
     generation, reform = run.generation, run.reform
     assert generation is not None
     if reform is not None and (planned or not reform.planned):
-        if blamed is not None:
-            blame(run, blamed, cause)
+        if blamed is not None and reform.replica is None:
+            reform.replica, reform.node, reform.cause = blamed.replica, blamed.node, cause
         reform.parked_s = 0.0
         return
     run.reform = Reform(
@@ -32,12 +32,8 @@ def blame(run: RunState, replica: m.Replica, cause: str) -> None:
     """A survivor's failed collective may be heard of first; this is why it failed. Only the first to fail is to blame."""
     reform = run.reform
     if reform is not None and reform.replica is None:
-        reform.replica, reform.node, reform.cause, reform.planned = (
-            replica.replica,
-            replica.node,
-            cause,
-            False,
-        )
+        reform.replica, reform.node, reform.planned = replica.replica, replica.node, False
+        reform.cause = f"replica {replica.replica} lost: {cause}"
 
 
 def parked(run: RunState) -> None:

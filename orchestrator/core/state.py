@@ -14,7 +14,7 @@ from everstep.orchestrator import events
 from everstep.orchestrator.core import model as m
 from everstep.orchestrator.core.accounts import Clock, Reform
 from everstep.orchestrator.core.model import Phase, ReplicaState
-from everstep.policies.budget import RestartBudget
+from everstep.policies.budget import FailureClass, RestartBudget
 from everstep.policies.hang import StepDurations
 from everstep.policies.straggler import Rebalance, RebalanceState
 
@@ -53,7 +53,7 @@ class RunState:
         self.digest = ""
         self.metrics: dict[str, float] = {}
         self.budget = RestartBudget(limits=settings.budget)
-        self.charged: dict[tuple[int, str], None] = {}
+        self.charged: dict[tuple[int, FailureClass], None] = {}
         """(generation, failure class) that were charged: however many members one generation loses, it is once."""
         self.excluded: set[str] = set()
         self.clock = Clock()
@@ -91,7 +91,8 @@ class RunState:
         self.fetching: set[int] = set()
         self.kept_sources: set[int] = set()
         """Replicas that are no members any more, but alone hold the state that the members fetch."""
-        self.unexplained: dict[int, m.Vanished] = {}
+        self.unexplained: dict[int, m.Replica] = {}
+        """Those whose process is gone, while nobody has said yet what became of it."""
         self.user_errors: set[tuple[int, str]] = set()
         self.stop_wanted = ""
         self.wish = ""

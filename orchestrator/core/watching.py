@@ -85,10 +85,10 @@ def are_last_holders(run: RunState, suspects: list[m.Replica]) -> bool:
 
 
 def expire_unexplained(run: RunState) -> None:
-    for i, gone in list(run.unexplained.items()):
-        if run.now - gone.since_s > _CLASSIFY_S:
+    for i, replica in list(run.unexplained.items()):
+        if run.now - replica.since_s > _CLASSIFY_S:
             del run.unexplained[i]
-            failing.tell_loss(run, i, gone, "process gone, nobody knows why", FailureClass.UNKNOWN)
+            failing.tell_loss(run, replica, "process gone, nobody knows why", FailureClass.UNKNOWN)
 
 
 def give_up(run: RunState, replica: m.Replica, cause: str, failure: FailureClass) -> None:
