@@ -177,7 +177,7 @@ def decide_parked(run: RunState) -> None:
     present = run.index[ReplicaState.MEMBER] | run.index[ReplicaState.PARKED]
     survivors = [present.pop(i) for i in order if i in present]
     # Not members, but they may hold what nobody else does.
-    survivors += [r for _, r in sorted(present.items()) if not r.status.fresh]
+    survivors += [r for _, r in sorted(present.items())]
     forming.decide(run, survivors)
 
 

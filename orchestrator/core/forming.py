@@ -17,8 +17,6 @@ def decide(run: RunState, survivors: list[m.Replica]) -> None:
     if not run.stop_wanted and not may_go_on(run):
         return
     reforms.parked(run)
-    for replica in survivors:
-        run.move(replica, ReplicaState.PARKED)
     newest = newest_step(survivors)
     run.reached = newest or 0
     promised = run.generation is not None and any(r.replica in run.generation.members for r in survivors)
@@ -29,7 +27,7 @@ def decide(run: RunState, survivors: list[m.Replica]) -> None:
         return
     if newest is None and run.now < run.fenced_at and not promised:
         # Nobody here holds the state. Those who held it might go on with it, all together, where we do not see them.
-        wait_for_more(run, Shortage(have=len(survivors), need=run.settings.min_replicas))
+        wait_for_more(run, survivors, Shortage(have=len(survivors), need=run.settings.min_replicas))
         run.deadline = run.fenced_at
         return
     plan = choose(
@@ -42,7 +40,7 @@ def decide(run: RunState, survivors: list[m.Replica]) -> None:
         total=run.total,
     )
     if isinstance(plan, Shortage):
-        wait_for_more(run, plan)
+        wait_for_more(run, survivors, plan)
     else:
         send_out(run, plan)
 
@@ -85,7 +83,9 @@ def joiners(run: RunState, survivors: list[m.Replica]) -> list[m.Replica]:
     return [r for r in run.by_state(ReplicaState.READY) if not r.leaving]
 
 
-def wait_for_more(run: RunState, shortage: Shortage) -> None:
+def wait_for_more(run: RunState, survivors: list[m.Replica], shortage: Shortage) -> None:
+    for replica in survivors:
+        run.move(replica, ReplicaState.PARKED)
     if run.phase is not Phase.GATHERING:
         run.enter(Phase.GATHERING)
     run.deadline = None
@@ -129,6 +129,8 @@ def send_out(run: RunState, plan: Plan) -> None:
     run.counts["generations"] += 1
     for i in plan.members:
         run.move(run.replicas[i], ReplicaState.MEMBER)
+    for i in plan.kept:
+        run.move(run.replicas[i], ReplicaState.PARKED)
     run.fetching = set(plan.fetch)
     for i in plan.fetch:
         run.replicas[i].void = True

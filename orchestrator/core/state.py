@@ -139,6 +139,8 @@ class RunState:
     def move(self, replica: m.Replica, state: ReplicaState) -> None:
         """Change its state."""
         before = replica.state
+        if before is state:
+            return
         if replica.leaving:
             self.num_leaving += (state is not ReplicaState.RELEASED) - (before is not ReplicaState.RELEASED)
         if replica.finished:
