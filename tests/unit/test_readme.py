@@ -31,5 +31,5 @@ def test_linked_files_and_make_targets_exist() -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert target.startswith("http") or (ROOT / target).exists(), target
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in set(re.findall(r"\bmake ([a-z]+)\b", README)):
+    for target in set(re.findall(r"(?:^|`)make ([a-z]+)\b", README, re.M)):
         assert f"\n{target}:" in makefile, target
