@@ -90,6 +90,8 @@ class Core(RunState):
 
         Raises IllegalEvent, and changes nothing, when the event could only come from a bug of ours.
         """
+        if self.started and isinstance(event, m.Scale):
+            self._check_scale(event)  # in every phase, also where it is only remembered
         handler = self._handler(event)
         self.now = now_s
         self.out = []
