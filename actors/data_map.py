@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
+from torch.utils.data._utils import signal_handling
 from torch.utils.data._utils.pin_memory import pin_memory as pin
 
 from everstep.actors.data_common import Key, seed_generators
@@ -321,11 +322,12 @@ class MapSource:
 
     def _stop(self) -> None:
         batches, self._batches, self._loader = self._batches, None, None
-        if (
-            not self._pin
-        ):  # torch's pinning thread could wait for ever for the rest of a batch that was cut off
-            for process in self._processes:
-                process.terminate()  # on which torch's loader process exits with 0, also in the middle of a read
+        if getattr(batches, "_worker_pids_set", False):  # or torch raises in the main thread that they died
+            signal_handling._remove_worker_pids(id(batches))  # type: ignore[attr-defined]
+            batches._worker_pids_set = False  # type: ignore[union-attr]
+        # torch's pinning thread could wait for ever for the rest of a batch that was cut off
+        for process in [] if self._pin else self._processes:
+            process.terminate()
         if batches is not None and hasattr(batches, "_shutdown_workers"):
             batches._shutdown_workers()  # not left to the last reference: a traceback may hold one
         for process in self._processes:

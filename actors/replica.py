@@ -112,6 +112,7 @@ class Replica:
         except EverstepError as error:
             self._report(error, fatal=False)
         except Exception as error:  # noqa: BLE001 - the supervisor of user code: all of it is reported, then we end
+            session.explain(error)
             self._report(error, fatal=False)
         finally:
             self._leave()

@@ -66,6 +66,7 @@ class Session:
         self._group: Group | None = None
         self._generation: wire.Generation | None = None
         self._fetch: Fetch | None = None
+        self._step: Step | None = None
         self._todo: list[int] = []
         self._shares: list[list[int]] = []
         self._total = 0
@@ -204,7 +205,7 @@ class Session:
     def _loop(self) -> Iterator[Step]:
         self._enter_next()
         while self._member.applied < self._total:
-            step = Step(self, self._member.applied)
+            step = self._step = Step(self, self._member.applied)
             while not step.committed:
                 self._member.moved("data")
                 yield step
@@ -450,6 +451,14 @@ class Session:
         self._member.end_shard(shard)
         before = self._member.compute_s
         self._member.compute_s = smoothed(before if before > 0 else None, seconds)
+
+    def explain(self, error: BaseException) -> None:
+        """A note for the user, where an error of the loop has a cause that cannot be seen in it."""
+        if isinstance(error, NameError) and self._step is not None and not self._step._scales:
+            error.add_note(
+                f"step {self._step.number} had no batch for this replica, so names that are set inside `for batch in "
+                "step.batches()` are not set here. Report means with step.mean_loss and step.record(...)"
+            )
 
     def state_digest(self) -> str:
         """xxh3_128 (hex) over all registered state; equal on two replicas iff their state is bit for bit the same."""

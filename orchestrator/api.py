@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _POLL_S = 2.0
 _ANSWER_S = 30.0
+_INTERRUPTED_S = 2.0
+"""For what a driver still does after SIGTERM; Ray's job API kills it after three seconds."""
 _SILENCE_S = 120.0
 """How long the controller may be unreachable (Ray restarts it meanwhile) before the driver gives up."""
 
@@ -171,10 +173,18 @@ def _stop_on_signal(controller: Any) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         with contextlib.suppress(EverstepError):
-            connect.ask(controller, "stop", "the driver: interrupted", True, timeout_s=2.0)
+            _stop_now(controller)
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _stop_now(controller: Any) -> None:
+    """End the run, and read its result, which nobody else does: then the controller leaves at once."""
+    deadline, pause = time.monotonic() + _INTERRUPTED_S, threading.Event()
+    connect.ask(controller, "stop", "the driver: interrupted", True, timeout_s=_INTERRUPTED_S)
+    while connect.ask(controller, "result", timeout_s=0.5) is None and time.monotonic() < deadline:
+        pause.wait(0.1)
 
 
 def _follow(controller: Any, config: RunConfig) -> Result:

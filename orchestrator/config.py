@@ -184,8 +184,8 @@ class DetectionConfig:
     form_timeout_s: float = 10.0
     """For a generation to connect; after it one more generation is tried."""
     settle_s: float = 2.0
-    """That the first generation waits for more replicas once `min_replicas` are ready, so that a start does not
-    re-form once per replica."""
+    """That a generation waits for more replicas than are ready, so that a start or a scale-up does not re-form once per
+    replica. Those whose process already runs are waited for up to ten times as long at the start, five times later."""
     driver_grace_s: float | None = 60.0
     """That a run goes on without a driver, for it to be submitted again. None: for ever."""
 

@@ -197,7 +197,8 @@ class Controller:
         await self._flush()
         self._news.set()
         self._lines.close()
-        while not self._collected and time.monotonic() - self._ended_at < _LINGER_S:
+        linger_s = 0.0 if self._driver_gone() else _LINGER_S
+        while not self._collected and time.monotonic() - self._ended_at < linger_s:
             self._wake.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), 1.0)
@@ -399,10 +400,14 @@ class Controller:
         ended = self._ended_at is not None and following >= self._first_event + len(self._events)
         return {"events": batch, "next": following, "ended": ended}
 
+    def _driver_gone(self) -> bool:
+        grace_s = self._config.detection.driver_grace_s
+        return grace_s is not None and time.monotonic() - self._driver_seen > grace_s
+
     def _check_driver(self) -> None:
-        grace = self._config.detection.driver_grace_s
-        if grace is not None and time.monotonic() - self._driver_seen > grace:
-            self._feed(m.Stop(by=f"the controller: no driver for {grace:g} s", now=True))
+        if self._driver_gone():
+            grace_s = self._config.detection.driver_grace_s
+            self._feed(m.Stop(by=f"the controller: no driver for {grace_s:g} s", now=True))
 
     # ---- commands
 

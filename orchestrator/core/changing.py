@@ -103,9 +103,17 @@ def change_wanted(run: RunState) -> str:
 
 
 def more_are_coming(run: RunState, have: int) -> bool:
-    """Joiners that warm up at this moment are waited for (not for long), so that all enter in one re-form."""
-    if have >= run.target or not run.index[ReplicaState.WARMING]:
+    """Joiners on their way are waited for (not for long), so that all enter in one re-form: those that warm up, and
+    those launched with one that is ready, which may find no room on the cluster."""
+    warming, limit_s = run.index[ReplicaState.WARMING], run.settings.settle_s
+    if warming:
+        limit_s *= 5
+    else:
+        first_s = min(r.since_s for r in run.index[ReplicaState.READY].values())
+        if not any(r.since_s >= first_s for r in run.index[ReplicaState.LAUNCHED].values()):
+            limit_s = 0.0
+    if have >= run.target or not limit_s:
         run.join_since = None
         return False
     run.join_since = run.now if run.join_since is None else run.join_since
-    return run.now - run.join_since < 5 * run.settings.settle_s
+    return run.now - run.join_since < limit_s

@@ -13,6 +13,7 @@ from everstep.orchestrator.core.state import RunState
 def end(run: RunState, outcome: str, reason: str) -> None:
     if run.phase in OVER:
         return
+    run.tell_losses()
     training.fill_gap(run)
     run.outcome, run.reason = outcome, reason
     reforms.close(run)

@@ -77,18 +77,15 @@ def tell_loss(run: RunState, replica: m.Replica, cause: str, failure: FailureCla
         return
     if replica.leaving:
         failure = FailureClass.PREEMPTION
-    run.emit(
-        events.ReplicaLost(
-            replica=replica.replica, node=replica.node, cause=cause, failure_class=failure.value
-        )
-    )
+    run.untold.append((replica, cause, failure))
     if replica.broken:
         key = (replica.broken, failure)
         if key in run.charged:
-            return
+            return  # nor is it written down before the survivors have their orders
         run.charged[key] = None
         if len(run.charged) > _MAX_CHARGED:
             del run.charged[next(iter(run.charged))]
+    run.tell_losses()
     newcomer = replica.state not in (ReplicaState.MEMBER, ReplicaState.PARKED)
     charge(run, failure, replica.replica, cause, newcomer=newcomer)
 
@@ -147,7 +144,8 @@ def on_parked(run: RunState, event: wire.Parked) -> None:
         return
     if replica.state is not ReplicaState.MEMBER:
         return
-    training.take_records(run, event.records)
+    if event.records:
+        training.take_records(run, event.records)
     if run.phase is Phase.RUNNING:
         # Nobody asked: a pause that a former controller ordered has taken effect only now.
         park(run, "a pause was asked for before the controller came back", None, planned=True)

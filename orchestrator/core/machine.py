@@ -75,11 +75,12 @@ _WHEN_OVER: _Handlers = {
 }
 """`RunEnded` is the last event of a run; from then on it is only watched who is still there."""
 _TABLES: dict[Phase, _Handlers] = {
+    **dict.fromkeys(Phase, _HANDLERS),
     Phase.ADOPTING: _WHILE_ADOPTING,
     Phase.ENDING: _WHEN_OVER,
     Phase.ENDED: _WHEN_OVER,
 }
-"""All other phases: `_HANDLERS`."""
+_FROM_REPLICAS = frozenset(kind for kind in _HANDLERS if issubclass(kind, wire.Message))
 
 
 class Core(RunState):
@@ -90,13 +91,15 @@ class Core(RunState):
 
         Raises IllegalEvent, and changes nothing, when the event could only come from a bug of ours.
         """
-        if self.started and isinstance(event, m.Scale):
-            self._check_scale(event)  # in every phase, also where it is only remembered
-        handler = self._handler(event)
+        # The hot path of a mass failure, of which every line is paid for once per replica.
+        kind = type(event)
+        handler = _TABLES[self.phase].get(kind)
+        if handler is None or not self.started or kind is m.Scale:
+            handler = self._legal(event, handler)
         self.now = now_s
         self.out = []
-        if isinstance(event, wire.Message):
-            replica = self.replicas.get(getattr(event, "replica", -1))
+        if kind in _FROM_REPLICAS:
+            replica = self.replicas.get(event.replica)  # type: ignore[union-attr]
             if replica is not None:
                 replica.heard_s = now_s
         adopting_before = self.phase is Phase.ADOPTING
@@ -104,7 +107,7 @@ class Core(RunState):
             handler(self, event)
         if adopting_before and self.phase is not Phase.ADOPTING:
             self._catch_up()
-        if handler is not training.on_beat:
+        if handler is not training.on_beat and not (self.awaited and self.phase is Phase.PARKING):
             self._advance()
         return self.out
 
@@ -121,12 +124,11 @@ class Core(RunState):
         if self.durable_step is not None and event.generation >= self.first_number:
             self.durable_step = max(self.durable_step, event.step + 1)
 
-    def _handler(self, event: m.CoreEvent) -> Callable[[RunState, Any], None] | None:
-        """None: legal, but nothing to do about it now."""
+    def _legal(
+        self, event: m.CoreEvent, handler: Callable[[RunState, Any], None] | None
+    ) -> Callable[[RunState, Any], None] | None:
+        """The handler of an event that is special, or may be illegal. None: legal, but nothing to do about it now."""
         kind = type(event)
-        handler = _TABLES.get(self.phase, _HANDLERS).get(kind)
-        if handler is not None and self.started and handler is not changing.on_scale:
-            return handler
         if kind in (m.Start, m.Adopt):
             if self.started:
                 raise IllegalEvent(
@@ -140,7 +142,7 @@ class Core(RunState):
         if not self.started:
             raise IllegalEvent(f"run {self.settings.run!r}: {kind.__name__} came before Start or Adopt")
         if isinstance(event, m.Scale):
-            self._check_scale(event)
+            self._check_scale(event)  # in every phase, also where it is only remembered
         return handler
 
     def _check_scale(self, event: m.Scale) -> None:
@@ -154,7 +156,7 @@ class Core(RunState):
         """What came while adopting, in the order in which it came."""
         postponed, self.postponed = self.postponed, []
         for event in postponed:
-            handler = self._handler(event)
+            handler = _TABLES[self.phase].get(type(event))
             if handler is not None:
                 handler(self, event)
         if self.phase not in m.OVER:
@@ -162,8 +164,8 @@ class Core(RunState):
 
     def _advance(self) -> None:
         """Whatever is due now, after every event but a heartbeat."""
-        if self.phase is Phase.PARKING and self.awaited:
-            return
+        if self.untold and self.phase is not Phase.PARKING:
+            self.tell_losses()
         if self.phase in (Phase.PARKING, Phase.PAUSING) and not self.awaited:
             failing.decide_parked(self)
         elif self.phase is Phase.FORMING and not self.awaited:

@@ -112,7 +112,8 @@ def choose(
         nothing: _Shards = tuple(() for _ in ids)
         held, todo, ranges = nothing, nothing, tuple((0, 0) for _ in ids)
     else:
-        held, todo, ranges = _shares(members, _kept(members, newest, holding, logical_shards), logical_shards)
+        kept_shards = _kept(members, newest, holding, logical_shards)
+        held, todo, ranges = _shares(members, kept_shards, set(fetch), logical_shards)
     return Plan(
         step=newest, members=ids, ranges=ranges, held=held, todo=todo, fetch=fetch,
         sources=(kept or serving[:MAX_SOURCES]) if fetch else (),
@@ -136,7 +137,7 @@ def _from_the_start(
         return Shortage(have=len(members), need=max(min_replicas, 1))
     ids = tuple(r.replica for r in members)
     fetch = tuple(r.replica for r in members if r.digest != members[0].digest)
-    held, todo, ranges = _shares(members, [() for _ in members], logical_shards)
+    held, todo, ranges = _shares(members, [() for _ in members], set(fetch), logical_shards)
     return Plan(
         step=0, members=ids, ranges=ranges, held=held, todo=todo, fetch=fetch,
         sources=tuple(i for i in ids if i not in fetch)[:MAX_SOURCES] if fetch else (),
@@ -160,30 +161,46 @@ def _kept(
     members: Sequence[Replica], newest: int, holding: set[int], logical_shards: int
 ) -> list[tuple[int, ...]]:
     """Per member the shards of step `newest` whose gradient it will hold without being asked again."""
-    owned: set[int] = set()
     kept: list[tuple[int, ...]] = []
     for replica in members:
         status = replica.status
-        mine: list[int] = []
-        if status.applied == newest and replica.replica in holding:
-            for shard in (*status.kept, status.current):
-                # No two hold one shard, and none that does not exist: a replica's word must never stop the controller.
-                if 0 <= shard < logical_shards and shard not in owned:
-                    owned.add(shard)
-                    mine.append(shard)
-        kept.append(tuple(sorted(mine)))
+        if status.applied != newest or replica.replica not in holding:
+            kept.append(())
+        else:
+            kept.append(status.kept if status.current < 0 else (*status.kept, status.current))
+    every = [shard for shards in kept for shard in shards]
+    if len(set(every)) == len(every) and (not every or 0 <= min(every) <= max(every) < logical_shards):
+        return kept
+    # Two hold one shard, or one that does not exist. It cannot be, but a replica's word must not stop the controller.
+    left = set(range(logical_shards))
+    for rank, shards in enumerate(kept):
+        kept[rank] = tuple(sorted(left.intersection(shards)))
+        left.difference_update(shards)
     return kept
 
 
 def _shares(
-    members: Sequence[Replica], kept: Sequence[tuple[int, ...]], logical_shards: int
+    members: Sequence[Replica], kept: Sequence[tuple[int, ...]], fetch: set[int], logical_shards: int
 ) -> tuple[_Shards, _Shards, tuple[tuple[int, int], ...]]:
-    speeds = speeds_of(members)
-    spans = deal(logical_shards, len(members), speeds)
+    """(held, todo, ranges): who keeps and who computes which shards in the first step, and in all later ones.
+
+    While some fetch the state, the others compute the whole step: the transfer is hidden behind it, as long as those
+    who compute are not the fewer ones.
+    """
+    spans = deal(logical_shards, len(members), speeds_of(members))
     ranges = tuple((s.start, s.stop) for s in spans)
-    if not any(kept):
-        return tuple(() for _ in members), tuple(tuple(s) for s in spans), ranges
-    return tuple(kept), redeal(logical_shards, kept, speeds), ranges
+    able = [rank for rank, r in enumerate(members) if r.replica not in fetch]
+    if 2 * len(able) < len(members):
+        able = list(range(len(members)))
+    speeds = speeds_of([members[rank] for rank in able])
+    if any(kept):
+        parts = redeal(logical_shards, [kept[rank] for rank in able], speeds)
+    else:
+        parts = tuple(tuple(s) for s in deal(logical_shards, len(able), speeds))
+    todo: list[tuple[int, ...]] = [()] * len(members)
+    for rank, part in zip(able, parts, strict=True):
+        todo[rank] = part
+    return tuple(kept), tuple(todo), ranges
 
 
 def speeds_of(members: Sequence[Replica]) -> list[float] | None:

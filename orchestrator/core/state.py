@@ -93,6 +93,8 @@ class RunState:
         """Replicas that are no members any more, but alone hold the state that the members fetch."""
         self.unexplained: dict[int, m.Replica] = {}
         """Those whose process is gone, while nobody has said yet what became of it."""
+        self.untold: list[tuple[m.Replica, str, FailureClass]] = []
+        """Losses that are not written down yet, with their causes: in a mass failure the orders come first."""
         self.user_errors: set[tuple[int, str]] = set()
         self.stop_wanted = ""
         self.wish = ""
@@ -182,6 +184,16 @@ class RunState:
 
     def emit(self, event: events.Event) -> None:
         self.out.append(m.Emit(event=event))
+
+    def tell_losses(self) -> None:
+        """Write down who was lost, and why."""
+        untold, self.untold = self.untold, []
+        for replica, cause, failure in untold:
+            self.emit(
+                events.ReplicaLost(
+                    replica=replica.replica, node=replica.node, cause=cause, failure_class=failure.value
+                )
+            )
 
     def enter(self, phase: Phase) -> None:
         if phase is not self.phase and phase not in m.TRANSITIONS[self.phase]:

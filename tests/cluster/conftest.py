@@ -1,4 +1,4 @@
-"""One local Ray cluster per test module: a head without room for replicas, and worker nodes of one CPU each."""
+"""One local Ray cluster for all tests: a head without room for replicas, and worker nodes of one CPU each."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Nodes:
         return next(n for n in self.workers if n.node_id == node_id)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def nodes() -> Iterator[Nodes]:
     cluster = Cluster(
         initialize_head=True,

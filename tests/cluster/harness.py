@@ -55,7 +55,9 @@ class Run:
             self.error = error
 
     def finish(self, timeout_s: float = DEADLINE_S) -> everstep.Result:
-        """Wait for the end; the run's own error is raised."""
+        """Let it go on at full speed and wait for the end; the run's own error is raised."""
+        if isinstance(self.loop, loops.Loop):
+            loops.let_go(Path(self.loop.folder))
         self._thread.join(timeout_s)
         assert not self._thread.is_alive(), f"not finished after {timeout_s} s: {self.tail()}"
         if self.error is not None:

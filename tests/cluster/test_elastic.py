@@ -16,8 +16,8 @@ from tests.cluster.conftest import Nodes
 from tests.cluster.harness import Run, config
 from tests.cluster.loops import Loop, samples_by_step
 
-STEPS = 240
-LOOP: dict[str, Any] = {"steps": STEPS, "compute_s": 0.02}
+STEPS = 80
+LOOP: dict[str, Any] = {"steps": STEPS, "compute_s": 0.1}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_scale_down_and_up_is_one_reform_each_case_14(
 ) -> None:
     nodes.add()
     nodes.add()
-    settings = config(name, folder, replicas=4, max_replicas=6)
+    settings = config(name, folder, replicas=4, max_replicas=6, settle_s=6.0)
     with Run(Loop(folder=str(folder), **LOOP), settings) as run:
         run.wait_world(4)
         run.ask("scale", 3, "test")
@@ -68,13 +68,13 @@ def test_scale_down_and_up_is_one_reform_each_case_14(
 def test_grows_onto_nodes_that_come_later_cases_4_and_12(
     nodes: Nodes, name: str, folder: Path, undisturbed: tuple[everstep.Result, Any]
 ) -> None:
-    """Two nodes, four wished: it starts with two, the autoscaler sees the wish, growth needs no restart."""
+    """Two nodes, four wished: it starts with two, an autoscaler sees the pending two, growth needs no restart."""
     for node in nodes.workers[2:]:
         nodes.kill(node)
     with Run(Loop(folder=str(folder), **LOOP), config(name, folder, min_replicas=2, settle_s=0.5)) as run:
         run.wait_world(2)
         pids = {r["pid"] for r in run.replicas()}
-        assert pending_demand(), "pending replicas are the demand that an autoscaler sees"
+        run.wait_until(pending_demand)  # Ray gathers it from its nodes once a second
         nodes.add()
         run.wait_world(3)
         assert pids < {r["pid"] for r in run.replicas()}
@@ -144,7 +144,7 @@ def test_a_spare_replaces_the_dead_at_once_case_18(
     name: str, folder: Path, undisturbed: tuple[everstep.Result, Any]
 ) -> None:
     settings = config(name, folder, max_replicas=3, spares=1, backoff_s=60.0)
-    with Run(Loop(folder=str(folder), steps=STEPS, compute_s=0.03), settings) as run:
+    with Run(Loop(folder=str(folder), steps=STEPS, compute_s=0.1), settings) as run:
         run.wait_world(3)
         run.wait_until(lambda: run.status()["spares_ready"] == 1)
         run.kill(run.replicas()[0])

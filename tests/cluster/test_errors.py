@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import ray
-import torch
 from torch import nn
 
 from everstep.errors import (
@@ -21,7 +20,7 @@ from everstep.errors import (
     TrainingError,
 )
 from tests.cluster.harness import Run, config
-from tests.cluster.loops import Loop, Numbers
+from tests.cluster.loops import Adam, Loop, Numbers
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -77,7 +76,7 @@ def test_waiting_after_the_last_step_is_no_fault_case_7(name: str, folder: Path)
 
 def forgets_commit(run: Any) -> None:
     model = nn.Linear(16, 1)
-    run.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    run.register(model=model, optimizer=Adam(model.parameters(), lr=0.1))
     for step in run.steps(Numbers(64, 16), total=4):
         for _, x, y in step.batches():
             step.backward((model(x) - y).square().mean())
@@ -85,7 +84,7 @@ def forgets_commit(run: Any) -> None:
 
 def registers_by_replica(run: Any) -> None:
     model = nn.Linear(16, 1 + run.replica)
-    run.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    run.register(model=model, optimizer=Adam(model.parameters(), lr=0.1))
     for step in run.steps(Numbers(64, 16), total=4):
         for _, x, y in step.batches():
             step.backward((model(x) - y).square().mean())
@@ -94,7 +93,7 @@ def registers_by_replica(run: Any) -> None:
 
 def diverges(run: Any) -> None:
     model = nn.Linear(16, 1)
-    run.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    run.register(model=model, optimizer=Adam(model.parameters(), lr=0.1))
     for step in run.steps(Numbers(64, 16), total=4):
         for _, x, y in step.batches():
             bad = step.number == 2 and step.shard == 3
@@ -118,7 +117,8 @@ def registers_a_list(run: Any) -> None:
 def test_a_broken_rule_is_named(
     name: str, folder: Path, loop: Any, error: type[Exception], words: str
 ) -> None:
-    with Run(loop, config(name, folder, max_replicas=2)) as run, pytest.raises(error, match=words):
+    settings = config(name, folder, min_replicas=2, max_replicas=2)
+    with Run(loop, settings) as run, pytest.raises(error, match=words):
         run.finish()
 
 

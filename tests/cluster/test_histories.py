@@ -15,7 +15,7 @@ from tests.cluster.conftest import Nodes
 from tests.cluster.harness import Run, config
 from tests.cluster.loops import Loop, samples_by_step
 
-STEPS = 200
+STEPS = 100
 ACTIONS = (
     "kill",
     "kill",
@@ -73,7 +73,7 @@ def test_any_history_ends_like_the_undisturbed_run(
         name, folder, replicas=3, heartbeat_timeout_s=3.0, process_crashes=None, network=None, unknown=None
     )
     done = []
-    with Run(Loop(folder=str(folder), steps=STEPS, compute_s=0.03), settings) as run:
+    with Run(Loop(folder=str(folder), steps=STEPS, compute_s=0.05), settings) as run:
         run.wait_world(3)
         step = 2
         while step < STEPS - 20:
@@ -81,7 +81,7 @@ def test_any_history_ends_like_the_undisturbed_run(
             action = chance.choice(ACTIONS)
             act(action, run, nodes, chance)
             done.append(f"{action} at {step}")
-            step += chance.randint(5, 50)
+            step += chance.randint(3, 20)
         run.ask("scale", 3, "history")
         result = run.finish()
     assert result.digest == undisturbed[0].digest, done

@@ -34,7 +34,7 @@ def unplanned(result: everstep.Result) -> list[Any]:
 def test_a_killed_replica_costs_no_step_no_sample_and_no_bit(
     name: str, folder: Path, undisturbed: tuple[everstep.Result, Any]
 ) -> None:
-    with Run(Loop(folder=str(folder), steps=STEPS, compute_s=0.02), config(name, folder)) as run:
+    with Run(Loop(folder=str(folder), steps=STEPS, compute_s=0.1), config(name, folder)) as run:
         run.wait_step(5)
         before = {r["pid"] for r in run.replicas()}
         killed = run.replicas()[1]
@@ -56,7 +56,7 @@ def test_rank_0_is_not_special_case_2(
 ) -> None:
     """Kill the replica that holds rank 0, three times in a row."""
     with Run(
-        Loop(folder=str(folder), steps=STEPS, compute_s=0.02), config(name, folder, backoff_s=30.0)
+        Loop(folder=str(folder), steps=STEPS, compute_s=0.1), config(name, folder, backoff_s=30.0)
     ) as run:
         for size in (3, 2, 1):
             run.wait_step(3 if size == 3 else 0)
@@ -71,7 +71,7 @@ def test_half_of_the_replicas_at_once_is_one_recovery_case_15(
     name: str, folder: Path, undisturbed: tuple[everstep.Result, Any]
 ) -> None:
     with Run(
-        Loop(folder=str(folder), steps=STEPS, compute_s=0.02), config(name, folder, backoff_s=30.0)
+        Loop(folder=str(folder), steps=STEPS, compute_s=0.1), config(name, folder, backoff_s=30.0)
     ) as run:
         run.wait_step(5)
         for replica in run.replicas()[1:3]:
@@ -118,7 +118,7 @@ def test_a_frozen_replica_is_ejected_and_wakes_to_find_itself_dead_case_25(
     name: str, folder: Path, undisturbed: tuple[everstep.Result, Any]
 ) -> None:
     settings = config(name, folder, heartbeat_timeout_s=2.0, backoff_s=30.0)
-    with Run(Loop(folder=str(folder), steps=STEPS, compute_s=0.02), settings) as run:
+    with Run(Loop(folder=str(folder), steps=STEPS, compute_s=0.1), settings) as run:
         run.wait_step(5)
         frozen = run.replicas()[1]
         process = psutil.Process(frozen["pid"])
@@ -136,7 +136,7 @@ def test_a_frozen_replica_is_ejected_and_wakes_to_find_itself_dead_case_25(
 def test_a_replica_that_holds_the_gil_in_c_is_replaced_case_27(
     name: str, folder: Path, undisturbed: tuple[everstep.Result, Any]
 ) -> None:
-    loop = Loop(folder=str(folder), steps=STEPS, stuck_at=4, stuck_replica=2, compute_s=0.02)
+    loop = Loop(folder=str(folder), steps=STEPS, stuck_at=4, stuck_replica=2, compute_s=0.1)
     with Run(loop, config(name, folder, heartbeat_timeout_s=2.0)) as run:
         run.wait_world(4)
         run.wait_world(3)
@@ -147,7 +147,7 @@ def test_a_replica_that_holds_the_gil_in_c_is_replaced_case_27(
 def test_a_lost_node_costs_no_step(
     nodes: Nodes, name: str, folder: Path, undisturbed: tuple[everstep.Result, Any]
 ) -> None:
-    with Run(Loop(folder=str(folder), steps=STEPS, compute_s=0.02), config(name, folder)) as run:
+    with Run(Loop(folder=str(folder), steps=STEPS, compute_s=0.1), config(name, folder)) as run:
         run.wait_step(5)
         nodes.kill(nodes.of(run.replicas()[0]["node"]))
         run.wait_world(3)
@@ -159,7 +159,7 @@ def test_a_lost_node_costs_no_step(
 def test_data_workers_and_augmented_order_survive_a_kill(
     name: str, folder: Path, undisturbed: tuple[everstep.Result, Any]
 ) -> None:
-    loop = Loop(folder=str(folder), steps=STEPS, compute_s=0.02, num_workers=1)
+    loop = Loop(folder=str(folder), steps=STEPS, compute_s=0.1, num_workers=1)
     with Run(loop, config(name, folder, max_replicas=3, backoff_s=30.0)) as run:
         run.wait_step(5)
         victim = psutil.Process(run.replicas()[1]["pid"])

@@ -98,6 +98,7 @@ def misbehave(state: dict[str, Any], how: str, after_chunks: int) -> None:
             return true_hash(chunk)
         if how in ("SIGKILL", "SIGSTOP"):
             os.kill(os.getpid(), getattr(signal, how))
+            time.sleep(0.5)  # the signal goes to another thread: it may take a moment until it stops this one
         if how == "withdraw":
             threading.Thread(target=state["server"].withdraw).start()
         if how == "crawl":

@@ -206,6 +206,7 @@ def test_newcomers_keep_no_controller_from_going_on() -> None:
     assert sorted(after.core.index[ReplicaState.LAUNCHED]) == [2, 3]
     assert after.launches == []
     after.hello(2)
+    after.wait(2.5)  # replica 3, launched with it, may come too
     after.commit()
     assert after.generation.members == (0, 1, 2)
 

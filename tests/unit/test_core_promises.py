@@ -48,6 +48,54 @@ def test_a_first_start_waits_for_those_that_warm_up() -> None:
     assert stage.generation.members == (0, 1)
 
 
+def test_joiners_launched_together_enter_together_also_when_one_has_not_spoken_yet() -> None:
+    stage = Stage(replicas=3, max_replicas=6, settle_s=2.0).start()
+    stage.feed(m.Scale(replicas=5, by="test"))
+    stage.hello(3)
+    stage.wait(1.0)
+    assert stage.core.phase is Phase.RUNNING, "replica 4 was launched with it"
+    stage.hello(4)
+    stage.commit()
+    assert stage.generation.members == (0, 1, 2, 3, 4)
+
+
+def test_a_joiner_waits_only_a_moment_for_those_that_find_no_room_and_not_for_older_ones() -> None:
+    stage = Stage(replicas=3, max_replicas=6, settle_s=2.0).start()
+    stage.feed(m.Scale(replicas=5, by="test"))
+    stage.hello(3)
+    stage.wait(2.5)
+    assert stage.core.phase is Phase.PAUSING
+    stage.commit()
+    assert stage.generation.members == (0, 1, 2, 3)
+    stage.commit()
+    stage.wait(1.0)
+    stage.feed(m.Scale(replicas=6, by="test"))
+    stage.hello(5)
+    assert stage.core.phase is Phase.PAUSING, "replica 4 has found no room since long"
+
+
+def test_the_others_compute_the_first_step_of_a_joiner_while_it_receives_the_state() -> None:
+    stage = Stage(replicas=3, max_replicas=4).start()
+    stage.feed(m.Scale(replicas=4, by="test"))
+    stage.hello(3)
+    stage.commit()
+    generation = stage.generation
+    assert generation.fetch == (3,)
+    assert generation.todo == ((0, 1, 2), (3, 4, 5), (6, 7), ())
+    assert generation.ranges == ((0, 2), (2, 4), (4, 6), (6, 8))
+
+
+def test_a_crowd_of_joiners_takes_part_in_the_first_step() -> None:
+    """One that holds the state would compute for all of them: longer than the transfer takes."""
+    stage = Stage(replicas=1, max_replicas=4).start()
+    stage.feed(m.Scale(replicas=4, by="test"))
+    for i in (1, 2, 3):
+        stage.hello(i)
+    stage.commit()
+    assert stage.generation.fetch == (1, 2, 3)
+    assert stage.generation.todo == ((0, 1), (2, 3), (4, 5), (6, 7))
+
+
 def test_a_generation_is_not_sent_out_before_the_store_stands() -> None:
     stage = Stage(replicas=1)
     stage.core.store = ("", 0)

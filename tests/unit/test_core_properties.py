@@ -31,7 +31,6 @@ from everstep.orchestrator.core import (
     forming,
     machine,
     state,
-    training,
 )
 from everstep.orchestrator.core import model as m
 from everstep.policies.budget import BudgetLimits, FailureClass
@@ -67,10 +66,6 @@ def test_a_seed_replays_exactly(seed: int) -> None:
     assert (first.now, first.num_events, first.seen) == (second.now, second.num_events, second.seen)
 
 
-def believe_anybody(run: state.RunState, event: wire.Committed) -> None:
-    training.take_records(run, (event.record,))
-
-
 def let_all_go(run: state.RunState, plan: Any) -> None:
     run.kept_sources = set()
     for i in plan.dropped:
@@ -91,13 +86,9 @@ def deaf(run: state.RunState, event: Any) -> None:
 
 DEFECTS: dict[str, tuple[Any, dict[str, Any]]] = {
     # name: (what is broken, the scenario that brings it to light)
-    "commits of given-up replicas are believed": (
-        lambda: mock.patch.dict(machine._HANDLERS, {wire.Committed: believe_anybody}),
-        {"faults": {"ambush": 2, "split_vote": 1}, "moments": ("vote",), "effects": ("freeze",), "min_replicas": 3},
-    ),
     "not everybody is waited for": (
         lambda: mock.patch.object(failing, "park", wait_for_one),
-        {"faults": {"crash": 1}},
+        {"faults": {"split_vote": 1}},
     ),
     "a half-fetched state is taken for whole": (
         lambda: mock.patch.object(forming, "without_void", lambda run, survivors: survivors),

@@ -242,6 +242,22 @@ def test_closing_ends_the_processes_also_in_the_middle_of_a_read(sources: Callab
     assert all(gone(pid, 0.0) for pid in pids if pid)
 
 
+def test_closing_says_nothing_of_processes_that_die_before_torchs_handler_is_in_them(
+    sources: Callable[..., MapSource], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first milliseconds of their lives; torch would raise in the main thread that they were killed."""
+
+    def die_unprepared(process: multiprocessing.process.BaseProcess) -> None:
+        process.kill()
+        assert gone(process.pid or 0)
+
+    source = sources(Noisy())
+    source.deal(0, [0], [0], 4)
+    source.get(0, 0)
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "terminate", die_unprepared)
+    source.close()
+
+
 def in_a_process_of_its_own(body: Callable[[Any], None]) -> tuple[Any, Any]:
     def run() -> None:
         os.setpgid(0, 0)
