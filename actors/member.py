@@ -20,6 +20,7 @@ import torch
 
 from everstep.actors import wire
 from everstep.actors.groups import Group, Rendezvous, form_group
+from everstep.actors.identity import Identity
 from everstep.actors.link import Link
 from everstep.actors.stacks import stacks
 from everstep.errors import EverstepError, Fenced, GroupBroken
@@ -31,20 +32,6 @@ class ReleasedFromRun(BaseException):
     """The run does not need this replica any more. Not an error: it unwinds the user's loop, past its excepts."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
-    """Who this replica is. Constant for its life."""
-
-    run: str
-    replica: int
-    token: str
-    pid: int
-    node: str
-    host: str
-    ip: str
-    transfer: tuple[str, int]
-
-
 @dataclass(slots=True)
 class Order:
     """A generation to enter, and its group as soon as it is formed."""
@@ -52,7 +39,8 @@ class Order:
     generation: wire.Generation
     cancel: threading.Event = field(default_factory=threading.Event)
     group: Group | None = None
-    formed: bool = False
+    failed: str = ""
+    """Why the group will never stand."""
 
 
 class Member:
@@ -90,6 +78,8 @@ class Member:
         self._faulted = False
         self._pause = 0
         self._incarnation = 0
+        self.peers: tuple[tuple[str, int], ...] = ()
+        """Transfer addresses of some who trained when this replica came to the run."""
         self._order: Order | None = None
         self._entered: Order | None = None
         self._memo: dict[str, Any] = {}
@@ -175,12 +165,13 @@ class Member:
                     return order
                 self._cond.wait(1.0)
 
-    def group_of(self, order: Order) -> Group | None:
-        """Wait until the order's group stands; None for a final generation. Raises Fenced if it is over before."""
+    def group_of(self, order: Order) -> Group:
+        """Wait until the order's group stands; from any thread. Raises Fenced if the generation is over before,
+        GroupBroken if the group could not be formed."""
         with self._cond:
-            while not order.formed:
-                if self.released:
-                    raise ReleasedFromRun(self.released)
+            while order.group is None:
+                if order.failed or self.released:
+                    raise GroupBroken(order.failed or self.released)
                 if order.generation.number <= self._promised or self._order is not order:
                     raise Fenced(f"generation {order.generation.number} ended before it was formed")
                 self._cond.wait(1.0)
@@ -374,8 +365,7 @@ class Member:
         elif isinstance(message, wire.Form):
             self._on_form(message)
         elif isinstance(message, wire.Keep):
-            with self._cond:
-                self._memo = message.memo
+            self._memo = message.memo
         elif isinstance(message, wire.Release):
             self._on_release_order(message.reason)
         elif isinstance(message, wire.DumpStacks):
@@ -385,6 +375,7 @@ class Member:
         self._renew_lease()
         with self._cond:
             self._incarnation = max(self._incarnation, message.incarnation)
+            self.peers = message.peers or self.peers
             finished = self._finished
         if finished is not None:
             self._link.send(finished)
@@ -446,6 +437,9 @@ class Member:
                 order.cancel,
             )
         except (EverstepError, RuntimeError, OSError, ValueError) as error:
+            with self._cond:
+                order.failed = f"{type(error).__name__}: {error}"
+                self._cond.notify_all()
             if not order.cancel.is_set():
                 self.fault(generation.number, error)
             return
@@ -455,7 +449,7 @@ class Member:
         with self._cond:
             over = order.generation.number <= self._promised or self._order is not order
             if not over:
-                order.group, order.formed = group, True
+                order.group = group
                 self._cond.notify_all()
         if over:
             if group is not None:

@@ -55,8 +55,9 @@ class Replica:
     """See the module. Made into an actor by the controller, with one method running at a time."""
 
     def __init__(self, spec: ReplicaSpec) -> None:
+        from everstep.actors.identity import Identity
         from everstep.actors.lease import Lease
-        from everstep.actors.member import Identity, Member
+        from everstep.actors.member import Member
         from everstep.actors.transfer import StateServer
 
         self._spec = spec

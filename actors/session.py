@@ -18,24 +18,35 @@ through `actors.member`.
 from __future__ import annotations
 
 import base64
-import json
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from everstep.actors import wire
-from everstep.actors.data import MapSource, ShardSource, make_source
+from everstep.actors.data import ShardSource, make_source
 from everstep.actors.data_common import seed_generators
+from everstep.actors.groups.pending import PendingGroup
 from everstep.actors.member import Member, Order
+from everstep.actors.progress import Positions, Progress
 from everstep.actors.reduction import Reducer
 from everstep.actors.registry import Registry
 from everstep.actors.step import Step
-from everstep.actors.transfer import Fetch, StateServer
+from everstep.actors.transfer import Fetch, StateServer, ask_shape
 from everstep.actors.vote import Ballot, Outcome
-from everstep.errors import Fenced, GroupBroken, LoopError, NonFiniteLoss, TransferFailed
+from everstep.errors import (
+    Fenced,
+    GroupBroken,
+    LoopError,
+    NonFiniteLoss,
+    StateError,
+    StateMismatch,
+    TransferFailed,
+)
 from everstep.policies.seeds import derive_seed
 from everstep.policies.straggler import smoothed
 
@@ -43,6 +54,7 @@ if TYPE_CHECKING:
     from everstep.actors.groups import Group
     from everstep.orchestrator.config import RunConfig
 
+_log = logging.getLogger(__name__)
 _FETCH_DEADLINE_S = 600.0
 
 
@@ -66,12 +78,13 @@ class Session:
         self._group: Group | None = None
         self._generation: wire.Generation | None = None
         self._fetch: Fetch | None = None
+        self._described = False
         self._step: Step | None = None
         self._todo: list[int] = []
         self._shares: list[list[int]] = []
         self._total = 0
         self._names: list[str] = []
-        self._positions: dict[int, Any] = {}
+        self._positions = Positions()
         self._committed_at = time.monotonic()
         seed_generators(derive_seed(config.seed))
 
@@ -170,6 +183,8 @@ class Session:
         finally:
             self._member.loop_done()
             self._source.close()
+            if self._reducer is not None:
+                self._reducer.close()
 
     def _count(self, total: int | None, epochs: int | None) -> int:
         assert self._source is not None
@@ -198,9 +213,22 @@ class Session:
             on_failure=self._collective_failed,
         )
         self._ballot = Ballot(self._reducer.num_bits, batch.logical_shards)
-        registry.add_internal(everstep_session=_Progress(self))
+        registry.add_internal(everstep_session=Progress(self))
         signature = (*registry.state.signature(), f"reduction {self._reducer.signature}")
+        self._make_room()
         self._member.announce_ready(signature, registry.state.digest(self._snapshot()), self._total)
+
+    def _make_room(self) -> None:
+        """A joiner allocates what it will receive now, while nobody waits for it."""
+        token = self._member.identity.token.encode()
+        shape = ask_shape(self._member.peers, token)
+        if shape is not None:
+            self._fetch = Fetch("", self._registry.state, token)
+            try:
+                self._fetch.prepare(shape)
+            except (StateError, StateMismatch) as error:
+                self._fetch = None
+                _log.warning("run %s: room for the state of the peers cannot be made: %s", self.name, error)
 
     def _loop(self) -> Iterator[Step]:
         self._enter_next()
@@ -240,12 +268,13 @@ class Session:
         if me not in generation.members:
             self._member.enter(order)
             return False
-        group = self._member.group_of(order)
         self._member.enter(order)
         self._generation = generation
-        if generation.final or group is None:
+        if generation.final:
             return True
-        self._group = group
+        # The group may still be forming; what is to be computed first does not wait for it.
+        rank, size = generation.rank_of(me), len(generation.members)
+        self._group = PendingGroup(rank, size, partial(self._member.group_of, order))
         self._take_shares(generation, me)
         return True
 
@@ -362,11 +391,12 @@ class Session:
 
     def _reduce_and_vote(self, step: Step, metrics: Mapping[str, Any]) -> Tensor:
         assert self._reducer is not None and self._group is not None and self._ballot is not None
+        assert self._source is not None
         self._member.moved("reduce")
         self._reducer.flush()
         self._reducer.wait()
         self._reducer.reduce_buffers()
-        self._share_positions()
+        self._positions.share(self._source, self._group, self.device)
         while True:
             self._member.reduction_complete()
             bits = self._reducer.vote_bits()
@@ -383,26 +413,6 @@ class Session:
             # A buffer was written to for the first time: reduce it too, and vote again.
             self._reducer.grow(summed)
             self._reducer.reduce_buffers()
-
-    def _share_positions(self) -> None:
-        """For iterable datasets: everyone learns where every shard's iterator stood after the last committed step, so
-        that whoever takes a shard over reads a step again at most, not the whole stream."""
-        assert self._source is not None and self._group is not None
-        if isinstance(self._source, MapSource):
-            return
-        mine = json.dumps({str(k): v for k, v in self._source.states().items()}).encode()
-        sizes = torch.zeros(self._group.world_size, dtype=torch.int64, device=self.device)
-        sizes[self._group.rank] = len(mine)
-        self._group.all_reduce(sizes)
-        longest = int(sizes.max())
-        padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
-        padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        rows = padded.new_zeros(longest * self._group.world_size)
-        self._group.all_gather(rows, padded)
-        for row, size in zip(rows.cpu().view(-1, longest), sizes.tolist(), strict=True):
-            theirs = json.loads(row[:size].numpy().tobytes())
-            self._positions.update({int(k): v for k, v in theirs.items()})
-        self._source.load_states(self._positions)
 
     def _vote(self, vote: Tensor) -> Tensor:
         assert self._group is not None
@@ -432,6 +442,9 @@ class Session:
         self._registry.update(skip=skip, clip_norm=clip[0], clip_value=clip[1])
         self._source.committed(step)
         self._reducer.start_step()
+        if not self._described:
+            self._described = True
+            self._server.describe(self._snapshot().plan())
         now = time.monotonic()
         record = wire.Record(
             history=self._generation.history if self._generation else 0,
@@ -463,25 +476,3 @@ class Session:
     def state_digest(self) -> str:
         """xxh3_128 (hex) over all registered state; equal on two replicas iff their state is bit for bit the same."""
         return self._registry.state.digest(self._snapshot())
-
-
-class _Progress:
-    """The session's own state, registered like the user's: which buffers are reduced, where iterable data stand."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    def state_dict(self) -> dict[str, Any]:
-        reducer = self._session._reducer
-        assert reducer is not None
-        return {
-            "buffers": sorted(reducer.buffer_set),
-            "positions": {str(k): v for k, v in sorted(self._session._positions.items())},
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        reducer, source = self._session._reducer, self._session._source
-        assert reducer is not None and source is not None
-        reducer.buffer_set = frozenset(state["buffers"])
-        self._session._positions = {int(k): v for k, v in state["positions"].items()}
-        source.load_states(self._session._positions)

@@ -21,7 +21,7 @@ import threading
 import time
 from typing import Any, Final, Self
 
-from everstep.actors.transfer_client import Fetch, FetchResult
+from everstep.actors.transfer_client import Fetch, FetchResult, ask_shape
 from everstep.actors.transfer_protocol import (
     CHUNK_BYTES,
     CHUNK_PREFIX,
@@ -31,10 +31,10 @@ from everstep.actors.transfer_protocol import (
     ping,
 )
 from everstep.checkpoint.hashing import ByteSpace, hash64
-from everstep.checkpoint.state import Snapshot
+from everstep.checkpoint.state import Layout, Snapshot
 from everstep.errors import InternalError, StateError
 
-__all__ = ["Fetch", "FetchResult", "StateServer", "ping"]
+__all__ = ["Fetch", "FetchResult", "StateServer", "ask_shape", "ping"]
 
 _log = logging.getLogger(__name__)
 
@@ -55,12 +55,16 @@ class _Offer:
         plan = snapshot.plan()
         self.version = version
         self.fingerprint = plan.fingerprint()
-        self.body = json.dumps(plan.as_json(), separators=(",", ":"), allow_nan=False).encode("ascii")
+        self.body = _layout_body(plan)
         self.body_hash = hash64([memoryview(self.body)])
         self.total_bytes = plan.total_bytes
         self.space = ByteSpace(snapshot.host_tensors(), plan.offsets)
         self.withdrawn = False
         self.readers: set[Connection] = set()
+
+
+def _layout_body(layout: Layout) -> bytes:
+    return json.dumps(layout.as_json(), separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
 class StateServer:
@@ -81,6 +85,7 @@ class StateServer:
         self._changed = threading.Condition()
         # Both guarded by _changed.
         self._offer: _Offer | None = None
+        self._shape: bytes = b""
         self._connections: dict[Connection, threading.Thread] = {}
         self._acceptor = threading.Thread(target=self._accept, name="everstep-state-server", daemon=True)
         self._acceptor.start()
@@ -99,6 +104,10 @@ class StateServer:
         with self._changed:
             self._offer = offer
             self._changed.notify_all()
+
+    def describe(self, layout: Layout) -> None:
+        """Tell who asks what a state will look like that is fetched here later, so that it can make room for it."""
+        self._shape = _layout_body(layout)
 
     def withdraw(self) -> None:
         """End the offer. When this returns, nobody reads its memory any more; costs no time if nobody did."""
@@ -206,6 +215,12 @@ class StateServer:
         op, version = request.get("op"), request.get("version")
         if op == "ping":
             connection.send_header({"ok": True, "pid": os.getpid()})
+        elif op == "shape" and self._shape:
+            body = self._shape
+            connection.send_header({"ok": True, "length": len(body), "hash": hash64([memoryview(body)])})
+            connection.send([body])
+        elif op == "shape":
+            connection.send_header({"ok": False, "error": "not_offered"})
         elif not isinstance(version, str) or len(version) > MAX_VERSION_CHARS:
             _refuse(connection, "version must be a short text")
         elif op == "layout":

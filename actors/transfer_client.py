@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -302,14 +302,9 @@ class _Pull:
             reply = connection.receive_header()
             if reply.get("error") != "not_offered":
                 break
-        length, fingerprint = expect_ok(reply).get("length"), reply.get("layout")
-        if type(length) is not int or not 0 <= length <= MAX_LAYOUT_BYTES or not isinstance(fingerprint, str):
+        layout, fingerprint = _receive_layout(connection, reply), reply.get("layout")
+        if not isinstance(fingerprint, str):
             raise StateError("bad reply to layout")
-        body = bytearray(length)
-        connection.receive_into([memoryview(body)])
-        if length and reply.get("hash") != hash64([memoryview(body)]):
-            raise TransferFailed("the layout does not match its hash")
-        layout = Layout.from_json(parse_json(body)) if length else None
         with self._changed:
             if self._ended:
                 raise _Over("the fetch ended")
@@ -366,3 +361,27 @@ class _Pull:
             if hash64(chunk) != digest:
                 raise TransferFailed("a chunk does not match its hash")
         return sum(len(view) for chunk in chunks for view in chunk)
+
+
+def ask_shape(sources: Sequence[Address], token: bytes, *, timeout_s: float = 2.0) -> Layout | None:
+    """What a state fetched from one of these peers will look like; None if none of them can say, which is no fault."""
+    for source in sources:
+        try:
+            with connect(source, token, silent_s=timeout_s) as connection:
+                connection.send_header({"op": "shape"})
+                return _receive_layout(connection, connection.receive_header())
+        except (OSError, TransferFailed, StateError):
+            continue
+    return None
+
+
+def _receive_layout(connection: Connection, reply: dict[str, Any]) -> Layout | None:
+    """The layout that follows a reply; None if the peer left it out because we know it."""
+    length = expect_ok(reply).get("length")
+    if type(length) is not int or not 0 <= length <= MAX_LAYOUT_BYTES:
+        raise StateError("bad reply to layout")
+    body = bytearray(length)
+    connection.receive_into([memoryview(body)])
+    if length and reply.get("hash") != hash64([memoryview(body)]):
+        raise TransferFailed("the layout does not match its hash")
+    return Layout.from_json(parse_json(body)) if length else None

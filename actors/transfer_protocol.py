@@ -8,6 +8,8 @@ Protocol, over TCP. A header is a 4-byte length and that many bytes of JSON, at 
     ping     {op}                                     -> {ok, pid}
     layout   {op, version, known, wait_s}             -> {ok, layout, length, hash} and `length` bytes of JSON, none
                                                          if `known` is this layout; {error: not_offered} after wait_s
+    shape    {op}                                     -> as `layout`, of the state as it was last described, whose
+                                                         bytes are not on offer; {error: not_offered} if it never was
     stripe   {op, version, layout, offset, length}    -> {ok} and the bytes of the stripe in chunks; {error: gone}
     chunk    length (4 bytes), xxh3_64 (8 bytes), and that many bytes; length 0 says: gone, nothing follows
 

@@ -274,6 +274,8 @@ class Welcome(Message):
     kind: ClassVar[str] = "welcome"
     incarnation: int
     known_step: int
+    peers: tuple[tuple[str, int], ...] = ()
+    """Transfer addresses of some members: a newcomer asks one of them what it will have to receive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -405,8 +407,8 @@ def _restore(name: str, value: Any) -> Any:
         return Generation(**{k: _tuples(v) for k, v in value.items()})
     if name == "records":
         return tuple(Record(**item) for item in value)
-    if name in ("transfer", "signature"):
-        return tuple(value)
+    if name in ("transfer", "signature", "peers"):
+        return _tuples(value)
     return value
 
 

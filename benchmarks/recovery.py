@@ -11,7 +11,8 @@ new, that is beyond all steps reached before; steps done again.
              next step is the first that the survivors commit in a generation without the dead one. Then scaled to three
              and back to four: how long the three stand still while the fourth joins.
   ddp        plain DDP, checkpoint every ten steps; at a death a launcher kills all, restarts all, reloads. Twice.
-  torchrun   `torch.distributed.run --nproc-per-node=4 --max-restarts=100`, same checkpoints. Twice.
+  torchrun   four elastic agents, as on four nodes: `torch.distributed.run --nnodes=1:4 --nproc-per-node=1
+             --max-restarts=100`, same checkpoints. Twice.
   ray_train  TorchTrainer with num_workers=(1, 4), max_failures=-1, same checkpoints, on the same Ray cluster. Once.
 
 The peers are killed halfway between two checkpoints. With --json the last line is one JSON object; seconds and bytes.

@@ -104,6 +104,7 @@ class Nodes:
         import ray
         from ray.cluster_utils import Cluster
 
+        self.storage = storage
         self._count = 0
         self.cluster = Cluster()
         # Another cluster on this machine may have the default port of the agent that starts jobs.

@@ -120,8 +120,8 @@ class BatchConfig:
 class FailureConfig:
     """What the run does about failures, and how many of each class it absorbs. Raises ConfigError.
 
-    Each class has its own budget: that many within `window_s`, then the run ends with BudgetExhausted. None is
-    no limit, 0 ends the run at the first. Errors of the user's own code have no budget: they end the run.
+    Each class has its own budget: that many within `window_s` (out of memory: in the whole run), then the run ends with
+    BudgetExhausted. None is no limit, 0 ends the run at the first. Errors of the user's own code have no budget: they end the run.
     """
 
     non_finite: Literal["stop", "skip", "ignore"] = "stop"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 from everstep.actors import wire
 from everstep.orchestrator import events
 from everstep.orchestrator.core import ending, failing, forming, training
@@ -10,6 +12,8 @@ from everstep.orchestrator.core.model import Phase, ReplicaState
 from everstep.orchestrator.core.state import RunState
 from everstep.policies.budget import FailureClass
 
+_PEERS = 3
+"""Members that a newcomer is told of; one that answers is enough."""
 _NEWCOMERS = frozenset({ReplicaState.LAUNCHED, ReplicaState.WARMING, ReplicaState.READY})
 
 
@@ -41,7 +45,10 @@ def on_hello(run: RunState, event: wire.Hello) -> None:
         ending.release(run, replica, "it belongs to a generation that is over")
         return
     take_identity(run, replica, event)
-    run.send((event.replica,), wire.Welcome(incarnation=run.incarnation, known_step=run.known_step()))
+    members = islice(run.index[ReplicaState.MEMBER].values(), _PEERS)
+    peers = tuple(r.transfer for r in members) if replica.state in _NEWCOMERS else ()
+    welcome = wire.Welcome(incarnation=run.incarnation, known_step=run.known_step(), peers=peers)
+    run.send((event.replica,), welcome)
     run.send((event.replica,), wire.Keep(memo=run.memo()))
     if replica.state is ReplicaState.LAUNCHED:
         run.move(replica, ReplicaState.WARMING)

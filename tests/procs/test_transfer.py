@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from everstep.actors import transfer
-from everstep.actors.transfer import Fetch, FetchResult, StateServer, ping
+from everstep.actors.transfer import Fetch, FetchResult, StateServer, ask_shape, ping
 from everstep.checkpoint.hashing import byte_view
 from everstep.checkpoint.state import RegisteredState
 from everstep.errors import TransferFailed
@@ -84,6 +84,10 @@ def withdraw_now(state: dict[str, Any]) -> None:
     state["server"].withdraw()
 
 
+def describe_now(state: dict[str, Any]) -> None:
+    state["server"].describe(state["snapshot"].plan())
+
+
 def digest_of(state: dict[str, Any]) -> str:
     return RegisteredState.digest(state["snapshot"])
 
@@ -134,9 +138,10 @@ def no_cancel() -> threading.Event:
 
 @pytest.fixture(autouse=True)
 def no_threads_left() -> Iterator[None]:
+    before = set(threading.enumerate())
     yield
     deadline = time.monotonic() + 10
-    while mine := [t.name for t in threading.enumerate() if t.name.startswith("everstep-")]:
+    while mine := [t for t in set(threading.enumerate()) - before if t.name.startswith("everstep-")]:
         assert time.monotonic() < deadline, mine
         time.sleep(0.01)
 
@@ -185,6 +190,21 @@ def test_survives_a_source_that_fails_halfway(how: str, no_cancel: threading.Eve
             sources[0].thaw()
         if how == "SIGKILL":
             sources.pop(0)
+
+
+def test_a_joiner_makes_room_before_the_state_is_on_offer(no_cancel: threading.Event) -> None:
+    with processes(1) as sources:
+        address = sources[0].call(open_source, SMALL, False)
+        assert ask_shape([address], TOKEN) is None
+        sources[0].call(describe_now)
+        shape = ask_shape([("127.0.0.1", 1), address], TOKEN)
+        fetch, state = joiner()
+        fetch.prepare(shape)
+        room = {tensor.data_ptr() for tensor in fetch._reusable}
+        sources[0].call(offer_now)
+        fetch.run([address], no_cancel, 30)
+        assert {tensor.data_ptr() for tensor in fetch._buffers} == room
+        finish(fetch, state, sources[0])
 
 
 def test_resumes_with_other_sources_and_pulls_only_what_is_missing(no_cancel: threading.Event) -> None:

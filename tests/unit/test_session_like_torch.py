@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,7 @@ class Alone:
         self.shards = shards
         self.identity = type("Id", (), {"replica": 0, "transfer": ("", 0), "token": ""})()
         self.applied, self.kept, self.compute_s, self.pause_wanted = 0, frozenset(), 0.0, False
+        self.peers: tuple[tuple[str, int], ...] = ()
         self.records: list[wire.Record] = []
         self.phases: list[str] = []
 
@@ -416,3 +418,22 @@ def test_a_broken_rule_of_the_loop_is_named(rule: str, words: str) -> None:
     run, _ = session()
     with pytest.raises(LoopError, match=words):
         broken(rule)(run)
+
+
+def test_nothing_of_the_session_is_left_after_the_loop() -> None:
+    """Neither its threads nor its hooks: what the user does with the model afterwards is the user's own."""
+    before = set(threading.enumerate())
+    run, _ = session()
+    model = network()
+    run.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in run.steps(Points(), total=2):
+        for x, y in step.batches():
+            step.backward(nn.functional.cross_entropy(model(x), y))
+        step.commit()
+    digest = run.state_digest()
+    nn.functional.cross_entropy(model(Points().x), Points().y).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert run.state_digest() == digest
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10.0)
+        assert not thread.is_alive(), thread.name
