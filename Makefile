@@ -47,6 +47,7 @@ format: $(STAMP)
 test: lint
 	$(PYTEST) -n 2 tests/unit tests/procs
 	$(PYTEST) tests/cluster
+	$(PYTEST) tests/e2e
 
 soak: $(STAMP)
 	$(PYTEST) -m soak --timeout 3600 tests

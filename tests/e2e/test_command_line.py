@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 
+from everstep.orchestrator import connect
 from examples.demo import Nodes
 
 SCRIPT = """
 import sys, torch, everstep
+
+TOTAL, FAILS = int(sys.argv[1]), sys.argv[2] == "fail"
 
 class Squares(torch.utils.data.Dataset):
     def __len__(self):
@@ -28,10 +31,10 @@ class Squares(torch.utils.data.Dataset):
 def train(run):
     model = torch.nn.Linear(4, 1)
     run.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01))
-    for step in run.steps(Squares(), total=int(sys.argv[1])):
+    for step in run.steps(Squares(), total=TOTAL):
         for x, y in step.batches():
             step.backward(torch.nn.functional.mse_loss(model(x), y))
-            if sys.argv[2] == "fail":
+            if FAILS:
                 raise ValueError("a mistake in the script")
         step.commit(metrics={"loss": step.mean_loss})
 
@@ -75,9 +78,15 @@ class Command:
         try:
             code = self.process.wait(timeout_s)
         finally:
-            self.process.kill()
-            self._reader.join(10.0)
+            self.end()
         return code, "".join(self.lines)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait(10.0)
+        self._reader.join(10.0)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
 
 def everstep(*words: str) -> tuple[str, ...]:
@@ -102,11 +111,13 @@ def test_a_run_is_submitted_watched_scaled_drained_and_stopped_by_command(nodes:
     submitted = Command(*everstep("submit", "--name", "first", "--address", nodes.dashboard, *script))
 
     def status() -> dict[str, Any]:
-        code, output = call("status", "first", *at, "--json")
-        return json.loads(output) if code == 0 else {}
+        assert submitted.process.poll() is None, "".join(submitted.lines)
+        return dict(connect.ask(connect.find_controller("first"), "status")) if connect.live_runs() else {}
 
     try:
         wait_until(lambda: (status().get("step") or 0) > 2 and status()["world_size"] == 3)
+        code, output = call("status", "first", *at, "--json")
+        assert code == 0 and json.loads(output)["world_size"] == 3, output
 
         code, output = call("submit", "--name", "first", "--no-wait", "--address", nodes.dashboard, *script)
         assert (code, "is live" in output) == (0, True), output
@@ -131,7 +142,7 @@ def test_a_run_is_submitted_watched_scaled_drained_and_stopped_by_command(nodes:
         code, output = submitted.finish()
         assert code == 1 and "stopped" in output, output
     finally:
-        submitted.finish(0.0) if submitted.process.poll() is None else None
+        submitted.end()
 
     storage = ("--storage", nodes.storage)
     code, output = call("events", "first", *at, *storage, "--json")
