@@ -11,7 +11,9 @@ import ctypes
 import functools
 import logging
 import multiprocessing
+import multiprocessing.connection
 import os
+import secrets
 import signal
 import sys
 import time
@@ -118,6 +120,12 @@ class _Tasks:
         return task
 
 
+def _abstract_address(family: str) -> str:
+    """In place of multiprocessing's own: torch hands batches over through sockets, and their files would be left behind
+    by a process that is killed. Sockets of this kind have no file."""
+    return f"\0everstep-{os.getpid()}-{secrets.token_hex(8)}"
+
+
 def _start_loader_process(parent: int, worker: int) -> None:
     """First thing in a loader process: be killed when the thread that made it ends, however it ends (Linux)."""
     if sys.platform == "linux":
@@ -126,6 +134,7 @@ def _start_loader_process(parent: int, worker: int) -> None:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
         if os.getppid() != parent:  # it died before the call: no signal will come
             os._exit(1)
+        multiprocessing.connection.arbitrary_address = _abstract_address  # type: ignore[attr-defined]
     info = get_worker_info()
     if info is None or not isinstance(info.dataset, _Reader):
         raise InternalError("a loader process was started without its reader")

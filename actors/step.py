@@ -57,8 +57,8 @@ class Step:
     def batches(self) -> Iterator[Any]:
         """The batches of the logical shards that this replica has to compute, one per shard, as collated.
 
-        There may be none: a joiner receives the state while the others compute its first step. So do not rely, after
-        the loop, on names that are set inside it.
+        There may be none: the others may compute a joiner's first step while it receives the state. So do not rely,
+        after the loop, on names that are set inside it.
 
         Before each of them the random generators (torch, its devices, `random`, numpy) are seeded by (run seed, step,
         shard), so that dropout does not depend on who computes it.

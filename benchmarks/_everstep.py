@@ -221,10 +221,10 @@ class EverstepRun:
             progress=progress, killed_at=killed_at, first=first, recovery=recovery, steps_between=between
         )
 
-    def join_stalls(self, median_step_3_s: float, commits: Sequence[StepCommitted]) -> list[float]:
-        """For each join from three to four: seconds between the commits around it, less the median step of three."""
+    def join_gaps(self, commits: Sequence[StepCommitted]) -> list[float]:
+        """For each join from three to four: seconds between the commits around it."""
         return [
-            b.time - a.time - median_step_3_s
+            b.time - a.time
             for a, b in itertools.pairwise(commits)
             if (a.world_size, b.world_size) == (WORLD - 1, WORLD)
         ]

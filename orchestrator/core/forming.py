@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from everstep.actors import wire
 from everstep.orchestrator import events
 from everstep.orchestrator.core import ending, reforms
@@ -38,6 +40,7 @@ def decide(run: RunState, survivors: list[m.Replica]) -> None:
         logical_shards=run.settings.logical_shards,
         state_known=run.step > 0,
         total=run.total,
+        transfer_s=run.transfer_s,
     )
     if isinstance(plan, Shortage):
         wait_for_more(run, survivors, plan)
@@ -193,6 +196,7 @@ def on_fetched(run: RunState, event: wire.Fetched) -> None:
         return
     replica.void = False
     run.fetching.discard(event.replica)
+    run.transfer_s = event.seconds if 0.0 < event.seconds < math.inf else run.transfer_s
     if run.reform is not None:
         run.reform.num_bytes += event.num_bytes
         run.reform.transfer_s = max(run.reform.transfer_s, event.seconds)

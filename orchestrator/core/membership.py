@@ -74,6 +74,7 @@ def choose(
     logical_shards: int,
     state_known: bool,
     total: int,
+    transfer_s: float = 0.0,
 ) -> Plan | Shortage:
     """The next membership.
 
@@ -85,6 +86,7 @@ def choose(
         logical_shards: V.
         state_known: at least one step was committed.
         total: number of steps of the run; 0 while unknown.
+        transfer_s: what the last transfer of the state took; 0 while unknown.
     """
     holders = [r for r in survivors if r.holds_state]
     if not holders:
@@ -113,7 +115,7 @@ def choose(
         held, todo, ranges = nothing, nothing, tuple((0, 0) for _ in ids)
     else:
         kept_shards = _kept(members, newest, holding, logical_shards)
-        held, todo, ranges = _shares(members, kept_shards, set(fetch), logical_shards)
+        held, todo, ranges = _shares(members, kept_shards, set(fetch), logical_shards, transfer_s)
     return Plan(
         step=newest, members=ids, ranges=ranges, held=held, todo=todo, fetch=fetch,
         sources=(kept or serving[:MAX_SOURCES]) if fetch else (),
@@ -137,7 +139,7 @@ def _from_the_start(
         return Shortage(have=len(members), need=max(min_replicas, 1))
     ids = tuple(r.replica for r in members)
     fetch = tuple(r.replica for r in members if r.digest != members[0].digest)
-    held, todo, ranges = _shares(members, [() for _ in members], set(fetch), logical_shards)
+    held, todo, ranges = _shares(members, [() for _ in members], set(fetch), logical_shards, 0.0)
     return Plan(
         step=0, members=ids, ranges=ranges, held=held, todo=todo, fetch=fetch,
         sources=tuple(i for i in ids if i not in fetch)[:MAX_SOURCES] if fetch else (),
@@ -180,17 +182,18 @@ def _kept(
 
 
 def _shares(
-    members: Sequence[Replica], kept: Sequence[tuple[int, ...]], fetch: set[int], logical_shards: int
+    members: Sequence[Replica],
+    kept: Sequence[tuple[int, ...]],
+    fetch: set[int],
+    logical_shards: int,
+    transfer_s: float,
 ) -> tuple[_Shards, _Shards, tuple[tuple[int, int], ...]]:
-    """(held, todo, ranges): who keeps and who computes which shards in the first step, and in all later ones.
-
-    While some fetch the state, the others compute the whole step: the transfer is hidden behind it, as long as those
-    who compute are not the fewer ones.
-    """
+    """(held, todo, ranges): who keeps and who computes which shards in the first step, and in all later ones."""
     spans = deal(logical_shards, len(members), speeds_of(members))
     ranges = tuple((s.start, s.stop) for s in spans)
     able = [rank for rank, r in enumerate(members) if r.replica not in fetch]
-    if 2 * len(able) < len(members):
+    missing = logical_shards - sum(map(len, kept))
+    if not able or not worth_hiding(members, len(able), missing, transfer_s):
         able = list(range(len(members)))
     speeds = speeds_of([members[rank] for rank in able])
     if any(kept):
@@ -201,6 +204,18 @@ def _shares(
     for rank, part in zip(able, parts, strict=True):
         todo[rank] = part
     return tuple(kept), tuple(todo), ranges
+
+
+def worth_hiding(members: Sequence[Replica], num_able: int, num_shards: int, transfer_s: float) -> bool:
+    """Whether a step is done sooner when those who fetch the state compute nothing of it: the transfer is hidden behind
+    the others' computation then, but they have more of that. Joiners hold the last ranks, so the smaller shares."""
+    known = [r.compute_s for r in members if r.compute_s > 0.0]
+    if not known or not transfer_s:
+        return False
+    shard_s, size = sum(known) / len(known), len(members)
+    with_them_s = max(-(-num_shards // size) * shard_s, transfer_s + num_shards // size * shard_s)
+    without_s = max(transfer_s, -(-num_shards // num_able) * shard_s)
+    return without_s < with_them_s
 
 
 def speeds_of(members: Sequence[Replica]) -> list[float] | None:

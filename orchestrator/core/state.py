@@ -64,6 +64,8 @@ class RunState:
         self.counts = {"generations": 0, "recoveries": 0}
         self.last_recovery: events.Recovery | None = None
         self.step_s = 0.0
+        self.transfer_s = 0.0
+        """What the last transfer of the state took; 0 while there was none."""
         self.now = 0.0
         self.out: list[m.Command] = []
         self.awaited: set[int] = set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -37,6 +38,7 @@ class Run:
         self._thread = threading.Thread(target=self._run, name=f"driver-{config.name}", daemon=True)
 
     def __enter__(self) -> Run:
+        self._before = leftovers()
         self._thread.start()
         return self
 
@@ -135,16 +137,34 @@ class Run:
         return [r["pid"] for r in self.status()["replicas"] if r["pid"]]
 
     def assert_nothing_left(self) -> None:
-        """No actor of the run is alive, and none of its names is taken."""
+        """No name of the run is taken, none of its processes is there, no shared memory, no temporary file."""
         prefix = f"everstep:{self.config.name}:"
         deadline = time.monotonic() + 20.0
+        pids = {e.pid for e in self.seen if e.type == "replica_ready"}  # type: ignore[attr-defined]
         while True:
             named = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True)]
             left = [n for n in named if n.startswith(prefix)]
+            left += [f"pid {pid}" for pid in pids if is_running(pid)]
+            left += sorted(leftovers() - self._before)
             if not left:
                 return
             assert time.monotonic() < deadline, f"left behind: {left}"
             time.sleep(0.1)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def leftovers() -> set[str]:
+    """Files that a run could leave on this machine. Not Ray's own, which are its session's."""
+    names = {p.name for folder in (tempfile.gettempdir(), "/dev/shm") for p in Path(folder).iterdir()}
+    return {
+        n for n in names if n.startswith(("pymp-", "torch_", "sem.", "psm_", "listener-", "everstep", "tmp"))
+    }
 
 
 def config(name: str, folder: Path, **changes: Any) -> everstep.RunConfig:

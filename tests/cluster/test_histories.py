@@ -64,7 +64,7 @@ def act(action: str, run: Run, nodes: Nodes, chance: random.Random) -> None:
         nodes.add()
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(s, marks=pytest.mark.soak) for s in range(2, 10))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.soak) for s in range(1, 10))])
 def test_any_history_ends_like_the_undisturbed_run(
     seed: int, nodes: Nodes, name: str, folder: Path, undisturbed: tuple[everstep.Result, Any]
 ) -> None:

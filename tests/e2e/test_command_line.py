@@ -19,7 +19,7 @@ from examples.demo import Nodes
 SCRIPT = """
 import sys, torch, everstep
 
-TOTAL, FAILS = int(sys.argv[1]), sys.argv[2] == "fail"
+TOTAL, REPLICAS, FAILS = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "fail"
 
 class Squares(torch.utils.data.Dataset):
     def __len__(self):
@@ -39,7 +39,7 @@ def train(run):
         step.commit(metrics={"loss": step.mean_loss})
 
 result = everstep.run(train, everstep.RunConfig(
-    scaling=everstep.ScalingConfig(max_replicas=3),
+    scaling=everstep.ScalingConfig(max_replicas=REPLICAS),
     batch=everstep.BatchConfig(global_batch_size=16, logical_shards=4),
 ))
 print("steps", result.steps, "digest", result.digest)
@@ -107,7 +107,7 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = 90.0) -> Any:
 
 def test_a_run_is_submitted_watched_scaled_drained_and_stopped_by_command(nodes: Nodes, folder: Path) -> None:
     at = ("--address", nodes.cluster.address)
-    script = ("--working-dir", str(folder), "--", sys.executable, "train.py", "1000000", "well")
+    script = ("--working-dir", str(folder), "--", sys.executable, "train.py", "1000000", "3", "well")
     submitted = Command(*everstep("submit", "--name", "first", "--address", nodes.dashboard, *script))
 
     def status() -> dict[str, Any]:
@@ -165,8 +165,8 @@ def test_ray_job_submit_ends_with_the_result_and_with_the_users_own_error(nodes:
             "--runtime-env-json", environment, "--", sys.executable, "train.py", *arguments,
         ).finish()  # fmt: skip
 
-    code, output = submit("good", "5", "well")
+    code, output = submit("good", "5", "1", "well")
     assert code == 0 and "steps 5 digest" in output, output
-    code, output = submit("bad", "5", "fail")
+    code, output = submit("bad", "5", "1", "fail")
     assert code != 0 and "ValueError: a mistake in the script" in output, output
     assert call("status", "--address", nodes.cluster.address)[1].strip() == "no run is live on this cluster"

@@ -74,20 +74,38 @@ def test_a_joiner_waits_only_a_moment_for_those_that_find_no_room_and_not_for_ol
     assert stage.core.phase is Phase.PAUSING, "replica 4 has found no room since long"
 
 
-def test_the_others_compute_the_first_step_of_a_joiner_while_it_receives_the_state() -> None:
+@pytest.mark.parametrize(
+    ("transfer_s", "todo"),
+    [
+        (0.0, ((0, 1), (2, 3), (4, 5), (6, 7))),  # not known yet
+        (0.5, ((0, 1), (2, 3), (4, 5), (6, 7))),  # in half a shard's time it can still do its part
+        (1.5, ((0, 1, 2), (3, 4, 5), (6, 7), ())),
+        (99.0, ((0, 1, 2), (3, 4, 5), (6, 7), ())),
+    ],
+)
+def test_who_computes_while_a_joiner_receives_the_state(transfer_s: float, todo: object) -> None:
+    """With a slow transfer the others compute its first step, so that nobody waits longer than for the bytes."""
     stage = Stage(replicas=3, max_replicas=4).start()
+    for i in range(3):
+        stage.feed(
+            wire.Beat(replica=i, seq=1, generation=1, applied=0, phase="compute", progress=1, compute_s=1.0)
+        )
+    stage.core.transfer_s = transfer_s
     stage.feed(m.Scale(replicas=4, by="test"))
     stage.hello(3)
     stage.commit()
-    generation = stage.generation
-    assert generation.fetch == (3,)
-    assert generation.todo == ((0, 1, 2), (3, 4, 5), (6, 7), ())
-    assert generation.ranges == ((0, 2), (2, 4), (4, 6), (6, 8))
+    assert stage.generation.fetch == (3,)
+    assert stage.generation.todo == todo
+    assert stage.generation.ranges == ((0, 2), (2, 4), (4, 6), (6, 8))
 
 
-def test_a_crowd_of_joiners_takes_part_in_the_first_step() -> None:
+def test_a_crowd_of_joiners_takes_part_in_its_first_step() -> None:
     """One that holds the state would compute for all of them: longer than the transfer takes."""
     stage = Stage(replicas=1, max_replicas=4).start()
+    stage.feed(
+        wire.Beat(replica=0, seq=1, generation=1, applied=0, phase="compute", progress=1, compute_s=1.0)
+    )
+    stage.core.transfer_s = 5.0
     stage.feed(m.Scale(replicas=4, by="test"))
     for i in (1, 2, 3):
         stage.hello(i)

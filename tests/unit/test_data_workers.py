@@ -8,9 +8,11 @@ import os
 import random
 import select
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -351,3 +353,22 @@ def test_loader_processes_that_keep_dying_stop_the_run_with_a_hint() -> None:
     assert receiver.poll(60)
     assert "loader processes of Noisy died 4 times in one step" in receiver.recv()
     process.join(10)
+
+
+def test_loader_processes_that_are_killed_leave_no_temporary_files(tmp_path: Path) -> None:
+    def body(sender: Any) -> None:
+        tempfile.tempdir = str(tmp_path)
+        multiprocessing.current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]
+        source = MapSource(Noisy(), ledger(), num_workers=2)
+        source.deal(0, [0, 1], [0, 1], 4)
+        assert source.get(0, 0)["noise"].numel() and source.get(0, 1)["noise"].numel()
+        sender.send([child.pid for child in multiprocessing.active_children()])
+        signal.pause()
+
+    process, receiver = in_a_process_of_its_own(body)
+    assert receiver.poll(60)
+    pids = receiver.recv()
+    process.kill()
+    assert all(gone(pid, 2.0) for pid in pids)
+    process.join(10)
+    assert list(tmp_path.glob("pymp-*")) == []
