@@ -5,11 +5,12 @@
 A generation of N replicas trains; N/2 of them die in one moment. Measured is the CPU time of all calls of `Core.handle`
 from the first sign of it to the order for the next generation: a lost line and Ray's word for each of the dead, and
 each survivor's report of what it holds. That is all the controller itself adds to such a recovery, beside its network.
-No Ray, no torch, no sockets. The last line is one JSON object; with --json it is the only one.
+No Ray, no torch, no sockets; the garbage collector is set as in the controller. The last line is one JSON object; with --json it is the only one.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import sys
@@ -18,6 +19,7 @@ import time
 from everstep.actors import wire
 from everstep.orchestrator.core import Core, Phase, Settings
 from everstep.orchestrator.core import model as m
+from everstep.orchestrator.settings import GC_THRESHOLDS
 from everstep.policies.budget import BudgetLimits, FailureClass
 
 SIZES = (1_250, 2_500, 5_000, 10_000)
@@ -101,6 +103,7 @@ def mass_failure_s(num_replicas: int) -> float:
 
 def main() -> None:
     quiet = "--json" in sys.argv[1:]
+    gc.set_threshold(*GC_THRESHOLDS)
     medians: dict[int, float] = {}
     if not quiet:
         print(

@@ -15,6 +15,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
+import gc
 import hmac
 import logging
 import os
@@ -37,7 +38,7 @@ from everstep.orchestrator.core import Core, Phase
 from everstep.orchestrator.core import model as m
 from everstep.orchestrator.eventlog import EventLog
 from everstep.orchestrator.lines import Lines
-from everstep.orchestrator.settings import settings_of
+from everstep.orchestrator.settings import GC_THRESHOLDS, settings_of
 from everstep.orchestrator.status import status_of
 from everstep.policies.budget import FailureClass
 
@@ -147,6 +148,7 @@ class Controller:
 
     def _run(self, restarted: bool) -> None:
         asyncio.set_event_loop(self._loop)
+        gc.set_threshold(*GC_THRESHOLDS)
         try:
             self._loop.run_until_complete(self._main(restarted))
         except BaseException:  # the supervisor: a controller without its loop is deaf  # noqa: BLE001

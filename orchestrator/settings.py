@@ -10,6 +10,10 @@ from everstep.policies.budget import BudgetLimits
 if TYPE_CHECKING:
     from everstep.orchestrator.config import RunConfig
 
+GC_THRESHOLDS = (50_000, 20, 100)
+"""Of Python's garbage collector in the controller. Its defaults look at all objects of thousands of replicas several
+times while one mass failure is handled, which takes longer than to decide about it."""
+
 
 def settings_of(config: RunConfig) -> Settings:
     """The core's view of a run's configuration."""
