@@ -199,8 +199,12 @@ def resume(
     if memo.get("outcome"):
         ending.end(run, memo["outcome"], memo["reason"])
         return
-    if newest is None and not memo.get("number") and not run.step:
-        run.fenced_at = 0.0  # there has been no generation yet
+    died = [event for event in run.postponed if isinstance(event, m.ReplicaDied)]
+    all_known = all(event.failure not in failing.MAY_LIVE_ON for event in died)
+    if newest is None and not memo.get("number") and not run.step and all_known:
+        run.fenced_at = (
+            0.0  # there has been no generation yet: nobody is left behind a cut link who could be in one
+        )
     if newest is None:
         run.enter(Phase.GATHERING)
         return

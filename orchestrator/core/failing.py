@@ -14,7 +14,7 @@ from everstep.policies.budget import FailureClass
 from everstep.policies.seeds import derive_seed
 
 _MAX_CHARGED = 64
-_MAY_LIVE_ON = frozenset({FailureClass.NODE_LOSS, FailureClass.NETWORK})
+MAY_LIVE_ON = frozenset({FailureClass.NODE_LOSS, FailureClass.NETWORK})
 """Nobody has seen these processes end: behind a cut link they go on until their lease ends."""
 
 
@@ -60,7 +60,7 @@ def lose(run: RunState, replica: m.Replica, cause: str, failure: FailureClass | 
     if was is ReplicaState.RELEASED:
         run.emit(events.ReplicaReleased(replica=replica.replica, node=replica.node, reason=replica.leaving))
         return
-    if failure in _MAY_LIVE_ON:
+    if failure in MAY_LIVE_ON:
         run.fenced_at = max(run.fenced_at, replica.heard_s + run.settings.adopt_timeout_s)
     if not replica.finished:
         replica.since_s, replica.broken = run.now, run.number if was is ReplicaState.MEMBER else 0

@@ -332,3 +332,21 @@ def test_deaths_while_adopting_are_charged() -> None:
     after.hello(1)
     after.die(2)
     assert (after.core.outcome, FailureClass.PROCESS_CRASH.value in after.core.reason) == ("failed", True)
+
+
+@pytest.mark.parametrize(
+    ("failure", "waits"), [(FailureClass.NODE_LOSS, True), (FailureClass.PROCESS_CRASH, False)]
+)
+def test_whoever_may_train_on_behind_a_cut_link_has_its_lease_before_a_run_is_begun_anew(
+    failure: FailureClass, waits: bool
+) -> None:
+    """Nothing was stored, nobody came back: only the lost replica's own death proves that it is in no generation."""
+    after = restarted(Stage(replicas=1).start(), adopt={"step": 0})
+    after.status.clear()
+    after.feed(m.ReplicaDied(replica=0, cause="lost", failure=failure))
+    newcomer = after.launches[-1].replica
+    after.hello(newcomer)
+    after.wait(30.0)
+    assert (after.core.generation is None) == waits
+    after.wait(10.0)
+    assert after.generation.members == (newcomer,)
