@@ -124,7 +124,7 @@ def adopt_replicas(run: RunState, hellos: dict[int, wire.Hello], newest: wire.Ge
         replica.heard_s = replica.moved_s = replica.warming_s = run.now
         order = hello.generation
         replica.void = order is not None and i in order.fetch and (
-            hello.status.fresh or hello.status.applied != order.step
+            hello.status.fresh or hello.status.applied < order.step
         )  # fmt: skip
         gathering.take_identity(run, replica, hello)
         run.add(replica)

@@ -161,7 +161,7 @@ def take_status(run: RunState, replica: m.Replica, status: wire.Status) -> None:
     if run.total and status.applied > run.total:
         status = replace(status, applied=run.total)
     replica.status = status
-    replica.void = replica.void and (status.fresh or status.applied != run.generation.step)
+    replica.void = replica.void and (status.fresh or status.applied < run.generation.step)
     if replica.finished and not status.done:
         run.mark_finished(replica, False)
 

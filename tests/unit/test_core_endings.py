@@ -350,3 +350,18 @@ def test_whoever_may_train_on_behind_a_cut_link_has_its_lease_before_a_run_is_be
     assert (after.core.generation is None) == waits
     after.wait(10.0)
     assert after.generation.members == (newcomer,)
+
+
+def test_a_joiner_that_has_trained_since_holds_the_state_also_for_a_new_controller() -> None:
+    stage = Stage(replicas=2, max_replicas=3).start()
+    stage.feed(m.Scale(replicas=3, by="test"))
+    stage.hello(2)
+    stage.commit()
+    assert stage.generation.fetch == (2,)
+    for _ in range(3):
+        stage.commit()
+    after = restarted(stage)
+    after.die(0, 1)
+    after.hello(2)
+    assert after.core.reached == 4
+    assert after.generation.members == (2,) and after.generation.step == 4
