@@ -204,6 +204,11 @@ class Member:
             self._kept |= {shard}
         self.moved("compute")
 
+    def forget_shards(self) -> None:
+        """No shard's gradient is held any more."""
+        with self._cond:
+            self._kept = frozenset()
+
     def reduction_complete(self) -> None:
         """All waits of the reduction are over; the vote may start. Raises GroupBroken if we promised otherwise."""
         with self._cond:
@@ -322,7 +327,8 @@ class Member:
                 status=self._status(),
                 generation=newest.generation if newest else None,
                 ready=ready is not None,
-                faulted=self._faulted or (self._entered is not None and self.fenced()),
+                faulted=self._faulted
+                or (self._entered is not None and (self.fenced() or bool(self._entered.failed))),
                 memo=self._memo,
                 records=tuple(self._records),
                 signature=ready.signature if ready else (),
@@ -405,6 +411,9 @@ class Member:
         generation = message.generation
         with self._cond:
             newest = self._order.generation.number if self._order else 0
+            told = self._order if self._order and self._order.generation == generation else None
+            if told is not None and told.group is not None and generation.number > self._promised:
+                self._say_formed(generation.number, 0.0)  # what was said about it is lost
             if generation.number <= max(self._promised, newest) or generation.incarnation < self._incarnation:
                 return
             if self._order is not None:
@@ -455,11 +464,10 @@ class Member:
             if group is not None:
                 group.close()
         elif speak:
-            self._link.send(
-                wire.Formed(
-                    replica=self.identity.replica, generation=order.generation.number, connect_s=seconds
-                )
-            )
+            self._say_formed(order.generation.number, seconds)
+
+    def _say_formed(self, number: int, connect_s: float) -> None:
+        self._link.send(wire.Formed(replica=self.identity.replica, generation=number, connect_s=connect_s))
 
     def _on_release_order(self, reason: str) -> None:
         with self._cond:

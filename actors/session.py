@@ -281,7 +281,12 @@ class Session:
     def _take_shares(self, generation: wire.Generation, me: int) -> None:
         assert self._reducer is not None and self._source is not None and self._group is not None
         rank = generation.rank_of(me)
-        todo = [s for s in generation.todo[rank] if s not in self._member.kept]
+        planned = {*generation.held[rank], *generation.todo[rank]}
+        if not self._member.kept <= planned:
+            # Others hold some of them too. Partial sums cannot be taken apart again, so all of them are computed anew.
+            self._reducer.start_step()
+            self._member.forget_shards()
+        todo = sorted(planned - self._member.kept)
         self._source.deal(generation.step, todo, range(*generation.ranges[rank]), self._total)
         self._todo = self._empty_first(generation.step, todo)
         shares = [sorted({*h, *t}) for h, t in zip(generation.held, generation.todo, strict=True)]

@@ -64,10 +64,14 @@ class Group:
     def _form_fails(self, replica: Replica) -> None:
         order = self.joined[replica.id]
         if not order.cancelled and not order.formed:
+            order.failed = True
+            replica.notify()
             replica.fault(order.number, "could not connect")
 
     def _form_timeout(self, replica: Replica, order: Order) -> None:
         if not order.formed and not order.cancelled and not replica.released:
+            order.failed = True
+            replica.notify()
             replica.fault(order.number, "not formed in time")
 
     # ---- collectives, called from the training thread

@@ -144,6 +144,7 @@ class Replica(Process):
     def _commit(self, step: int) -> Thread:
         try:
             self.check()
+            yield from self._group_stands()
             assert self.group is not None
             self.moved("reduce")
             gradient = yield from self.group.reduce(self, step)
@@ -238,23 +239,30 @@ class Replica(Process):
         if self.id not in generation.members:
             self._entering(order)
             return False
-        while not order.formed:
-            if self.released:
-                raise Released
-            if order.number <= self.promised or self.order is not order:
-                raise Broken("ended before it was formed")
-            yield None
         self._entering(order)
         self.generation = generation
         if self.applied != generation.step or self.state is None:
             self.world.violation(f"{self} entered {order.number} at {self.applied}, not {generation.step}")
         if generation.final:
             return True
-        self.group = order.group
         rank = self._rank()
-        self.todo = [s for s in generation.todo[rank] if s not in self.kept]
         self.shares = sorted({*generation.held[rank], *generation.todo[rank]})
+        if not self.kept.keys() <= set(self.shares):
+            self.kept = {}
+        self.todo = [s for s in self.shares if s not in self.kept]
         return True
+
+    def _group_stands(self) -> Thread:
+        """It may still be forming while the first shards are computed."""
+        order = self.entered
+        assert order is not None
+        while not order.formed:
+            if self.released:
+                raise Released
+            if order.failed or order.number <= self.promised or self.order is not order:
+                raise Broken("ended before it was formed")
+            yield None
+        self.group = order.group
 
     def _entering(self, order: Order) -> None:
         if order.number <= self.promised:
@@ -384,7 +392,7 @@ class Replica(Process):
             status=self.status(),
             generation=newest.generation if newest else None,
             ready=ready is not None,
-            faulted=self.faulted or (self.entered is not None and self.fenced()),
+            faulted=self.faulted or (self.entered is not None and (self.fenced() or self.entered.failed)),
             memo=self.memo,
             records=tuple(self.records),
             signature=ready.signature if ready else (),

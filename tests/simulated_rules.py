@@ -53,6 +53,8 @@ class Order:
     generation: wire.Generation
     cancelled: bool = False
     formed: bool = False
+    failed: bool = False
+    """Its connections will never stand."""
     group: Group | None = None
 
     @property

@@ -78,10 +78,9 @@ def repeat_orders(run: RunState, replica: m.Replica, event: wire.Hello) -> None:
         return
     if run.phase is Phase.PARKING and replica.replica in run.awaited:
         run.send((replica.replica,), failing.abort_message(run))
-    elif run.phase is Phase.FORMING and event.status.generation < generation.number:
-        run.send((replica.replica,), wire.Form(generation=generation, memo=run.memo()))
     elif run.phase is Phase.FORMING:
-        run.awaited.discard(replica.replica)  # it has entered, so its connections stand
+        # It may have entered already and still be connecting; if its connections stand, it says so again.
+        run.send((replica.replica,), wire.Form(generation=generation, memo=run.memo()))
     elif event.faulted and (run.phase is Phase.RUNNING or replica.replica in run.awaited):
         # A collective failed, or it parked at a boundary; what it said about that is lost.
         cause = f"replica {replica.replica} could not go on after its connection was lost"
