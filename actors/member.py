@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from everstep.actors import wire
 from everstep.actors.groups import Group, Rendezvous, form_group
 from everstep.actors.identity import Identity
 from everstep.actors.link import Link
+from everstep.actors.order import Order
 from everstep.actors.stacks import stacks
 from everstep.errors import EverstepError, Fenced, GroupBroken
 
@@ -30,17 +30,6 @@ _MAX_RECORDS = 4096
 
 class ReleasedFromRun(BaseException):
     """The run does not need this replica any more. Not an error: it unwinds the user's loop, past its excepts."""
-
-
-@dataclass(slots=True)
-class Order:
-    """A generation to enter, and its group as soon as it is formed."""
-
-    generation: wire.Generation
-    cancel: threading.Event = field(default_factory=threading.Event)
-    group: Group | None = None
-    failed: str = ""
-    """Why the group will never stand."""
 
 
 class Member:
@@ -410,17 +399,23 @@ class Member:
     def _on_form(self, message: wire.Form) -> None:
         generation = message.generation
         with self._cond:
-            newest = self._order.generation.number if self._order else 0
-            told = self._order if self._order and self._order.generation == generation else None
-            if told is not None and told.group is not None and generation.number > self._promised:
-                self._say_formed(generation.number, 0.0)  # what was said about it is lost
-            if generation.number <= max(self._promised, newest) or generation.incarnation < self._incarnation:
+            last = self._order
+            newest = last.generation.number if last else 0
+            stale = generation.number <= self._promised or generation.incarnation < self._incarnation
+            if not stale and generation.number > newest:
+                if last is not None:
+                    last.cancel.set()
+                order = self._order = Order(generation)
+                self._memo = message.memo
+                self._cond.notify_all()
+            elif stale or last is None or last.generation != generation:
                 return
-            if self._order is not None:
-                self._order.cancel.set()
-            order = self._order = Order(generation)
-            self._memo = message.memo
-            self._cond.notify_all()
+            else:
+                order = last
+        if order is last:
+            if order.group is not None:
+                self._say_formed(generation.number, 0.0)  # what was said about it is lost
+            return
         member = self.identity.replica in generation.members
         if generation.final or not member:
             self._stands(order, None, 0.0, speak=member)

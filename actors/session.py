@@ -31,7 +31,8 @@ from everstep.actors import wire
 from everstep.actors.data import ShardSource, make_source
 from everstep.actors.data_common import seed_generators
 from everstep.actors.groups.pending import PendingGroup
-from everstep.actors.member import Member, Order
+from everstep.actors.member import Member
+from everstep.actors.order import Order
 from everstep.actors.progress import Positions, Progress
 from everstep.actors.reduction import Reducer
 from everstep.actors.registry import Registry

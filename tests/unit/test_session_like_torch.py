@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import everstep
 from everstep.actors import wire
 from everstep.actors.groups import LocalGroup
-from everstep.actors.member import Order
+from everstep.actors.order import Order
 from everstep.actors.session import Session
 from everstep.errors import LoopError, NonFiniteLoss
 from everstep.policies.ledger import DataLedger
