@@ -35,10 +35,10 @@ class Run:
         self.seen: list[Event] = []
         self.stamps: list[float] = []
         self._after = 0
+        self._before = leftovers()
         self._thread = threading.Thread(target=self._run, name=f"driver-{config.name}", daemon=True)
 
     def __enter__(self) -> Run:
-        self._before = leftovers()
         self._thread.start()
         return self
 
