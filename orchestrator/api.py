@@ -20,6 +20,7 @@ from everstep import errors
 from everstep.errors import ControllerUnreachable, EverstepError, RunNameTaken, RunStopped, TrainingError
 from everstep.orchestrator import connect
 from everstep.orchestrator.config import RunConfig
+from everstep.orchestrator.eventlog import check_storage
 from everstep.orchestrator.events import Event, Recovery, parse
 from everstep.orchestrator.live import live_view
 
@@ -142,6 +143,9 @@ def _create(train: Callable[[Session], Any], config: RunConfig) -> Any:
 
     from everstep.orchestrator.controller import Controller, ControllerSpec
 
+    # Behind a Ray client this machine may see other folders than the cluster.
+    if not ray.util.client.ray.is_connected():  # type: ignore[no-untyped-call]
+        check_storage(config.storage, config.name)
     options: dict[str, Any] = {
         "name": connect.controller_name(config.name),
         "namespace": connect.NAMESPACE,

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from everstep.errors import ConfigError
 from everstep.orchestrator.events import Event, RunStarted, parse
 
 _FILE = "events.jsonl"
@@ -92,6 +94,24 @@ class EventLog:
         self._fs.pipe_file(f"{self._folder}/{name}", batch)
         self._next_object += 1
         del self._pending[: len(batch)]
+
+
+def check_storage(storage: str, run: str) -> None:
+    """Raises ConfigError when a run could not keep its events there, before anything is started."""
+    try:
+        fs, folder = _place(storage, run)
+        if _is_file_system(fs):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        else:
+            fs.pipe_file(f"{folder}/writable", b"")
+            fs.rm_file(f"{folder}/writable")
+    except Exception as error:
+        raise ConfigError(
+            f"storage = {storage!r}: nothing can be written there ({type(error).__name__}: {error}). Give an absolute path "
+            "that all machines see, or a URL with its credentials in the environment, in RunConfig.storage or EVERSTEP_STORAGE"
+        ) from error
 
 
 def read_history(storage: str, run: str) -> History:

@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from everstep.errors import ConfigError
 from everstep.orchestrator import events as ev
-from everstep.orchestrator.eventlog import EventLog, read_history
+from everstep.orchestrator.eventlog import EventLog, check_storage, read_history
 
 TEXT = st.text(max_size=20)
 VALUES: dict[Any, st.SearchStrategy[Any]] = {
@@ -172,3 +173,13 @@ def test_events_may_come_while_others_are_written(storage: str) -> None:
 
 def _disk_full(*_: object, **__: object) -> None:
     raise OSError("disk full")
+
+
+def test_storage_that_cannot_be_written_is_refused_before_the_start(tmp_path: Path) -> None:
+    check_storage(str(tmp_path / "new" / "folder"), "run")
+    assert list((tmp_path / "new" / "folder" / "run").iterdir()) == []
+    check_storage("memory://events", "run")
+    (tmp_path / "file").touch()
+    for storage in (str(tmp_path / "file"), "/proc/nowhere", "nosuch://bucket/runs"):
+        with pytest.raises(ConfigError, match=f"(?s)storage = '{storage}'.*EVERSTEP_STORAGE"):
+            check_storage(storage, "run")
