@@ -75,7 +75,9 @@ def repeat_orders(run: RunState, replica: m.Replica, event: wire.Hello) -> None:
     """The connection was lost and is back: say again what may not have arrived, hear again what was not heard."""
     generation = run.generation
     if generation is not None and replica.replica in run.kept_sources and event.generation != generation:
-        run.send((replica.replica,), wire.Form(generation=generation, memo=run.memo()))  # it has to serve the state
+        run.send(
+            (replica.replica,), wire.Form(generation=generation, memo=run.memo())
+        )  # it has to serve the state
     if generation is None or replica.state is not ReplicaState.MEMBER:
         return
     if run.phase is Phase.PARKING and replica.replica in run.awaited:
