@@ -5,7 +5,8 @@
 A generation of N replicas trains; N/2 of them die in one moment. Measured is the CPU time of all calls of `Core.handle`
 from the first sign of it to the order for the next generation: a lost line and Ray's word for each of the dead, and
 each survivor's report of what it holds. That is all the controller itself adds to such a recovery, beside its network.
-No Ray, no torch, no sockets; the garbage collector is set as in the controller. The last line is one JSON object; with --json it is the only one.
+No Ray, no torch, no sockets; the garbage collector is set as in the controller. The last line is one JSON object; with
+--json it is the only one.
 """
 
 from __future__ import annotations

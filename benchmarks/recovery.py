@@ -10,7 +10,7 @@ new, that is beyond all steps reached before; steps done again.
              times at 10, 30, 50, 70 and 90 % of a step, another rank each time; each phase of the recovery is shown. The
              next step is the first that the survivors commit in a generation without the dead one. Then scaled to three
              and back to four: how long the three stand still while the fourth joins, which is the time between the
-             commits around a join, less a usual step of four, as the one is that is committed in it.
+             commits around a join, less a usual step of three.
   ddp        plain DDP, checkpoint every ten steps; at a death a launcher kills all, restarts all, reloads. Twice.
   torchrun   four elastic agents, as on four nodes: `torch.distributed.run --nnodes=1:4 --nproc-per-node=1
              --max-restarts=100`, same checkpoints. Twice.
@@ -80,9 +80,9 @@ def measure_everstep(house: Household, address: str, kills: int) -> dict[str, An
         "phases_all": phases,
         "steps_lost": sum(h.recovery.steps_lost for h in hits) + faults_in_order(commits),
         "steps_committed": len(commits),
-        "join_stall_scaled_s": statistics.median(scaled) - step_s,
-        "join_stalls_s": [gap - step_s for gap in run.join_gaps(commits)],
-        "join_stalls_over_three_s": [gap - three_s for gap in run.join_gaps(commits)],
+        "join_stall_scaled_s": statistics.median(scaled) - three_s,
+        "join_stalls_s": [gap - three_s for gap in run.join_gaps(commits)],
+        "join_stalls_over_four_s": [gap - step_s for gap in run.join_gaps(commits)],
         "join_bytes": [r.bytes_transferred for r in joins],
         "join_phases": [dict(r.phases) for r in joins],
     }
@@ -213,8 +213,8 @@ def _report_everstep(own: Mapping[str, Any], ratios: Mapping[str, float]) -> Non
         f"  the three stand still: {_ms(common.median(stalls))} ms (median of {len(stalls)}: {listed})"
     )
     common.say(
-        f"  after `scale 4`: {_ms(own['join_stall_scaled_s'])} ms; against a step of three ({_ms(own['median_step_3_s'])} ms) "
-        f"instead of four ({_ms(own['median_step_s'])} ms): {_ms(common.median(own['join_stalls_over_three_s']))} ms"
+        f"  after `scale 4`: {_ms(own['join_stall_scaled_s'])} ms; against a step of four ({_ms(own['median_step_s'])} ms) "
+        f"instead of three ({_ms(own['median_step_3_s'])} ms): {_ms(common.median(own['join_stalls_over_four_s']))} ms"
     )
     common.say(
         f"  state {size / 1e6:.1f} MB; loopback TCP {bandwidth / 1e9:.2f} GB/s, so one copy takes {_ms(size / bandwidth)} ms"

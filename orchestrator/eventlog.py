@@ -107,7 +107,7 @@ def check_storage(storage: str, run: str) -> None:
         else:
             fs.pipe_file(f"{folder}/writable", b"")
             fs.rm_file(f"{folder}/writable")
-    except Exception as error:
+    except Exception as error:  # each store has errors of its own, and all of them mean the same here
         raise ConfigError(
             f"storage = {storage!r}: nothing can be written there ({type(error).__name__}: {error}). Give an absolute path "
             "that all machines see, or a URL with its credentials in the environment, in RunConfig.storage or EVERSTEP_STORAGE"

@@ -139,7 +139,7 @@ def _from_the_start(
         return Shortage(have=len(members), need=max(min_replicas, 1))
     ids = tuple(r.replica for r in members)
     fetch = tuple(r.replica for r in members if r.digest != members[0].digest)
-    held, todo, ranges = _shares(members, [() for _ in members], set(fetch), logical_shards, 0.0)
+    held, todo, ranges = _shares(members, [() for _ in members], set(), logical_shards, 0.0)
     return Plan(
         step=0, members=ids, ranges=ranges, held=held, todo=todo, fetch=fetch,
         sources=tuple(i for i in ids if i not in fetch)[:MAX_SOURCES] if fetch else (),

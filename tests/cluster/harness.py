@@ -18,6 +18,7 @@ import everstep
 from everstep.orchestrator import connect
 from everstep.orchestrator.events import Event, parse
 from tests.cluster import loops
+from tests.waiting import wait_until
 
 ray.cloudpickle.register_pickle_by_value(loops)
 
@@ -112,10 +113,7 @@ class Run:
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float = DEADLINE_S) -> None:
         """Until something is so that no event tells."""
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, f"not so within {timeout_s} s; last events: {self.tail()}"
-            time.sleep(0.05)
+        wait_until(condition, timeout_s, lambda: f"last events: {self.tail()}")
 
     def wait_step(self, number: int) -> Event:
         return self.wait_for(lambda e: e.type == "step_committed" and e.step >= number)  # type: ignore[attr-defined]
@@ -146,6 +144,8 @@ class Run:
             left = [n for n in named if n.startswith(prefix)]
             left += [f"pid {pid}" for pid in pids if is_running(pid)]
             left += sorted(leftovers() - self._before)
+            if isinstance(self.loop, loops.Loop):
+                left += [str(p) for p in loops.temporary_files(Path(self.loop.folder))]
             if not left:
                 return
             assert time.monotonic() < deadline, f"left behind: {left}"
@@ -160,11 +160,10 @@ def is_running(pid: int) -> bool:
 
 
 def leftovers() -> set[str]:
-    """Files that a run could leave on this machine. Not Ray's own, which are its session's."""
+    """Files that a run could leave on this machine. Not Ray's own, which are its session's; what `tempfile` makes in a
+    replica is in the run's own folder (`loops.temporary_files`)."""
     names = {p.name for folder in (tempfile.gettempdir(), "/dev/shm") for p in Path(folder).iterdir()}
-    return {
-        n for n in names if n.startswith(("pymp-", "torch_", "sem.", "psm_", "listener-", "everstep", "tmp"))
-    }
+    return {n for n in names if n.startswith(("pymp-", "torch_", "sem.", "psm_", "listener-", "everstep"))}
 
 
 def config(name: str, folder: Path, **changes: Any) -> everstep.RunConfig:

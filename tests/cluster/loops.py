@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 GO = "go"
+TEMPORARY = "temporary"
 
 
 def let_go(folder: Path) -> None:
@@ -93,6 +95,9 @@ class Loop:
 
     def __call__(self, run: Any) -> Any:
         folder = Path(self.folder)
+        temporary = folder / TEMPORARY
+        temporary.mkdir(exist_ok=True)
+        tempfile.tempdir = str(temporary)
         with (folder / "imports.txt").open("a") as file:
             file.write(f"{run.replica}\n")
         time.sleep(self.import_s)
@@ -141,6 +146,12 @@ class Loop:
             import ctypes
 
             ctypes.PyDLL(None).sleep(3600)  # PyDLL keeps the GIL
+
+
+def temporary_files(folder: Path) -> list[Path]:
+    """What the replicas' `tempfile` has made and not removed."""
+    temporary = folder / TEMPORARY
+    return sorted(temporary.iterdir()) if temporary.is_dir() else []
 
 
 def samples_by_step(folder: Path) -> dict[tuple[int, int], list[int]]:

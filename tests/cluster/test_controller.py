@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -19,6 +18,7 @@ from everstep.orchestrator import connect
 from tests.cluster.conftest import Nodes
 from tests.cluster.harness import Run, config
 from tests.cluster.loops import Loop, samples_by_step
+from tests.waiting import wait_until
 
 
 def controller_pid(run: Run) -> int:
@@ -85,13 +85,6 @@ def start_driver(nodes: Nodes, name: str, folder: Path, grace: float) -> subproc
     root = str(Path(__file__).resolve().parents[2])
     code = DRIVER.format(root=root, address=nodes.cluster.address, folder=str(folder), name=name, grace=grace)
     return subprocess.Popen([sys.executable, "-c", code], cwd=root)
-
-
-def wait_until(condition: object, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.1)
 
 
 def test_nothing_is_left_after_the_driver_was_killed(nodes: Nodes, name: str, folder: Path) -> None:

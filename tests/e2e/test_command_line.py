@@ -6,8 +6,7 @@ import json
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 
 from everstep.orchestrator import connect
 from examples.demo import Nodes
+from tests.waiting import wait_until
 
 SCRIPT = """
 import sys, torch, everstep
@@ -95,14 +95,6 @@ def everstep(*words: str) -> tuple[str, ...]:
 
 def call(*words: str) -> tuple[int, str]:
     return Command(*everstep(*words)).finish()
-
-
-def wait_until(condition: Callable[[], Any], timeout_s: float = 90.0) -> Any:
-    deadline = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.2)
-    return found
 
 
 def test_a_run_is_submitted_watched_scaled_drained_and_stopped_by_command(nodes: Nodes, folder: Path) -> None:

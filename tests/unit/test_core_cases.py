@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
+
+import pytest
 
 from everstep.actors import wire
 from everstep.orchestrator import events as ev
-from everstep.orchestrator.core import Phase, ReplicaState
+from everstep.orchestrator.core import Phase, ReplicaState, machine, training
 from everstep.orchestrator.core import model as m
+from everstep.orchestrator.core.state import RunState
 from everstep.policies.budget import BudgetLimits
 from tests.core_stage import CRASH, Stage, restarted
 
@@ -300,6 +304,19 @@ def test_a_frozen_replica_is_ejected_and_changes_nothing_when_it_wakes() -> None
     stage.hello(2, status=frozen_status, records=(record,))
     assert stage.told(wire.Release) == [(2,)]
     assert stage.core.step == 1
+
+
+def test_it_matters_that_a_given_up_replica_is_not_believed() -> None:
+    """The test above can fail: with a controller that believes any commit, it does."""
+
+    def believe_anybody(run: RunState, event: wire.Committed) -> None:
+        training.take_records(run, (event.record,))
+
+    with (
+        mock.patch.dict(machine._HANDLERS, {wire.Committed: believe_anybody}),
+        pytest.raises(AssertionError),
+    ):
+        test_a_frozen_replica_is_ejected_and_changes_nothing_when_it_wakes()
 
 
 def test_a_controller_that_stood_still_blames_nobody() -> None:  # case 26
