@@ -64,7 +64,8 @@ class Member:
         self._done = False
         self._vote = ""
         self._promised = 0
-        self._faulted = False
+        self._faulted = 0
+        """Newest generation in which this replica cannot go on."""
         self._pause = 0
         self._incarnation = 0
         self.peers: tuple[tuple[str, int], ...] = ()
@@ -74,7 +75,8 @@ class Member:
         self._memo: dict[str, Any] = {}
         self._records: deque[wire.Record] = deque(maxlen=_MAX_RECORDS)
         self._ready: wire.Ready | None = None
-        self._finished: wire.Finished | None = None
+        self._verdict: wire.Finished | wire.UserFailed | None = None
+        """How the user's function ended."""
         self._progress = 0
         self._seq = 0
         self._stop = threading.Event()
@@ -139,18 +141,15 @@ class Member:
             raise GroupBroken("the controller ended this generation")
 
     def next_order(self) -> Order:
-        """Wait for a generation newer than every promise. Bounded by the lease: without a controller we end."""
+        """Wait for a generation newer than every promise, in which we have not failed yet. Bounded by the lease: without
+        a controller we end."""
         self.moved("wait")
         with self._cond:
             while True:
                 if self.released:
                     raise ReleasedFromRun(self.released)
-                order = self._order
-                if (
-                    order is not None
-                    and order.generation.number > self._promised
-                    and order is not self._entered
-                ):
+                order, over = self._order, max(self._promised, self._faulted)
+                if order is not None and order.generation.number > over and order is not self._entered:
                     return order
                 self._cond.wait(1.0)
 
@@ -172,7 +171,6 @@ class Member:
             if order.generation.number <= self._promised:
                 raise Fenced(f"generation {order.generation.number} is over")
             old, self._entered = self._entered, order
-            self._faulted = False
             self._fresh = False
             if order.generation.step == self._applied:
                 self._reduced = False
@@ -210,9 +208,12 @@ class Member:
             self.check()
             self._advance(vote)
 
-    def begin_roll_forward(self, vote: bytes) -> None:
-        """Apply a step that others have applied, by the controller's order."""
+    def begin_roll_forward(self, number: int, vote: bytes) -> None:
+        """Apply a step that others have applied, by the order to enter generation `number`. Raises Fenced if that is
+        over: what was reported of this replica with the promise must stay true."""
         with self._cond:
+            if number <= self._promised:
+                raise Fenced(f"generation {number} is over")
             self._advance(vote)
 
     def _advance(self, vote: bytes) -> None:
@@ -260,7 +261,8 @@ class Member:
         """This replica cannot go on in that generation."""
         with self._cond:
             over = number <= self._promised
-            self._faulted = True
+            if not over:
+                self._faulted = max(self._faulted, number)
         if not over:
             self._link.send(
                 wire.Fault(
@@ -279,15 +281,18 @@ class Member:
         message = wire.Finished(
             replica=self.identity.replica, applied=self._applied, digest=digest, value=value
         )
-        with self._cond:
-            self._finished = message
-        self._link.send(message)
+        self._say_last(message)
 
     def user_failed(self, error: str, traceback: str, *, fatal: bool) -> None:
         """An exception left the user's function."""
         message = wire.UserFailed(
             replica=self.identity.replica, step=self._applied, error=error, traceback=traceback, fatal=fatal
         )
+        self._say_last(message)
+
+    def _say_last(self, message: wire.Finished | wire.UserFailed) -> None:
+        with self._cond:
+            self._verdict = message
         self._link.send(message)
 
     def leave(self, reason: str) -> None:
@@ -316,8 +321,8 @@ class Member:
                 status=self._status(),
                 generation=newest.generation if newest else None,
                 ready=ready is not None,
-                faulted=self._faulted
-                or (self._entered is not None and (self.fenced() or bool(self._entered.failed))),
+                faulted=newest is not None
+                and (newest.generation.number <= max(self._promised, self._faulted) or bool(newest.failed)),
                 memo=self._memo,
                 records=tuple(self._records),
                 signature=ready.signature if ready else (),
@@ -371,9 +376,9 @@ class Member:
         with self._cond:
             self._incarnation = max(self._incarnation, message.incarnation)
             self.peers = message.peers or self.peers
-            finished = self._finished
-        if finished is not None:
-            self._link.send(finished)
+            verdict = self._verdict
+        if verdict is not None:
+            self._link.send(verdict)  # it may not have arrived
 
     def _forget_records(self, known_step: int) -> None:
         with self._cond:
@@ -433,6 +438,7 @@ class Member:
                     host=generation.store[0],
                     port=generation.store[1],
                     prefix=generation.prefix,
+                    secret=self.identity.token.encode(),
                     rank=generation.rank_of(self.identity.replica),
                     world_size=len(generation.members),
                     bind_ip=self.identity.ip,

@@ -84,7 +84,6 @@ class Session:
         self._todo: list[int] = []
         self._shares: list[list[int]] = []
         self._total = 0
-        self._names: list[str] = []
         self._positions = Positions()
         self._committed_at = time.monotonic()
         seed_generators(derive_seed(config.seed))
@@ -211,7 +210,6 @@ class Session:
             logical_shards=batch.logical_shards,
             strategy=self.config.reduction,
             bucket_bytes=self.config.bucket_bytes,
-            on_failure=self._collective_failed,
         )
         self._ballot = Ballot(self._reducer.num_bits, batch.logical_shards)
         registry.add_internal(everstep_session=Progress(self))
@@ -258,7 +256,7 @@ class Session:
         generation, me = order.generation, self._member.identity.replica
         assert self._reducer is not None and self._source is not None
         self._group = None
-        if me in generation.roll_forward:
+        if me in generation.roll_forward and self._member.applied == generation.step - 1:
             self._roll_forward(generation)
         elif self._member.applied == generation.step and me not in generation.fetch:
             self._reducer.discard()
@@ -292,7 +290,14 @@ class Session:
         self._todo = self._empty_first(generation.step, todo)
         shares = [sorted({*h, *t}) for h, t in zip(generation.held, generation.todo, strict=True)]
         self._shares = [list(range(*r)) for r in generation.ranges]
-        self._reducer.attach(self._group, shares)
+        self._attach(shares)
+
+    def _attach(self, shares: list[list[int]]) -> None:
+        assert self._reducer is not None and self._group is not None and self._generation is not None
+        # A failure is told at once, also from other threads, while the training thread still computes.
+        self._reducer.attach(
+            self._group, shares, on_failure=partial(self._member.fault, self._generation.number)
+        )
 
     def _empty_first(self, step: int, shards: list[int]) -> list[int]:
         """Shards without samples go first, so that the last backward is a real one and overlaps with the reduction."""
@@ -300,13 +305,19 @@ class Session:
         return sorted(shards, key=lambda s: (self._source.scale(step, s) > 0.0, s))  # type: ignore[union-attr]
 
     def _roll_forward(self, generation: wire.Generation) -> None:
-        """Others have applied this step, and we hold its reduced gradient: apply it too."""
+        """Others have applied this step, and we hold its reduced gradient: apply it too. Raises Fenced."""
         assert self._ballot is not None
         data = base64.b64decode(generation.vote)
-        outcome = self._ballot.read(self._ballot.parse(data), self._names)
+        outcome = self._ballot.read(self._ballot.parse(data))
         step = self._member.applied
-        self._member.begin_roll_forward(data)
+        self._member.begin_roll_forward(generation.number, data)
         self._apply(step, outcome, self._clip)
+        self._tell_metrics(step, outcome)
+
+    def _tell_metrics(self, step: int, outcome: Outcome) -> None:
+        """The user's loop is in this step, which is history now, and will ask for them."""
+        if self._step is not None and self._step.number == step:
+            self._step.metrics = outcome.metrics
 
     def _fetch_state(self, generation: wire.Generation, order: Order) -> None:
         self._member.moved("fetch")
@@ -317,7 +328,9 @@ class Session:
         elif self._fetch.version != generation.version:
             self._fetch.retarget(generation.version)
         sources = [a for a in generation.sources if a != self._member.identity.transfer]
-        result = self._fetch.run(sources, order.cancel, _FETCH_DEADLINE_S)
+        result = self._fetch.run(
+            sources, order.cancel, _FETCH_DEADLINE_S, moved=partial(self._member.moved, "fetch")
+        )
         self._fetch.load()
         self._fetch = None
         self._registry.after_load()
@@ -325,6 +338,10 @@ class Session:
         self._reducer.reload_buffers()
         self._reducer.start_step()
         self._member.adopt_state(generation.step)
+        if generation.vote:
+            assert self._ballot is not None
+            data = base64.b64decode(generation.vote)
+            self._tell_metrics(generation.step - 1, self._ballot.read(self._ballot.parse(data)))
         self._member.fetched(generation.number, result.num_bytes, result.seconds)
 
     def _snapshot(self) -> Any:
@@ -333,18 +350,13 @@ class Session:
             self._registry.buffer_overrides(self._reducer.committed_buffers())
         )
 
-    def _collective_failed(self, error: BaseException) -> None:
-        """From the reducer's thread: tell at once, though the training thread still computes."""
-        if self._generation is not None:
-            self._member.fault(self._generation.number, error)
-
     # ---- one step (called by Step)
 
     def _next_shard(self, step: Step) -> int | None:
         """The next shard to compute, entering a new generation first if ours is over; None when all are done."""
         if self._member.fenced():
             self._enter_next()
-        while self._todo:
+        while self._todo and self._member.applied == step.number:
             shard = self._todo[0]
             try:
                 self._member.begin_shard(shard)
@@ -355,6 +367,12 @@ class Session:
             return shard
         return None
 
+    def _shards_left(self, step: Step) -> list[int]:
+        """Shards whose batches this replica still has to compute before it may commit."""
+        if self._member.fenced() or self._member.applied != step.number:
+            return []
+        return self._todo
+
     _clip: tuple[float | None, float | None] = (None, None)
 
     def _commit(
@@ -362,7 +380,6 @@ class Session:
     ) -> bool:
         """True when the step is history; False when some of its shards have to be computed here first."""
         self._clip = clip
-        self._names = sorted({"loss", *metrics, *step._recorded})
         while self._member.applied == step.number:
             if self._todo:
                 return False
@@ -375,7 +392,7 @@ class Session:
                 self._give_up_generation(error)
                 continue
             self._apply(step.number, outcome, clip)
-            step.metrics = outcome.metrics
+            self._tell_metrics(step.number, outcome)
             if outcome.pause:
                 self._member.park_at_boundary()
                 self._enter_next()
@@ -390,10 +407,8 @@ class Session:
 
     def _continue_generation(self) -> None:
         """The next step of the same generation."""
-        assert self._generation is not None and self._reducer is not None and self._group is not None
-        step = self._member.applied
-        self._todo = self._empty_first(step, self._shares[self.rank])
-        self._reducer.attach(self._group, self._shares)
+        self._todo = self._empty_first(self._member.applied, self._shares[self.rank])
+        self._attach(self._shares)
 
     def _reduce_and_vote(self, step: Step, metrics: Mapping[str, Any]) -> Tensor:
         assert self._reducer is not None and self._group is not None and self._ballot is not None
@@ -403,6 +418,7 @@ class Session:
         self._reducer.wait()
         self._reducer.reduce_buffers()
         self._positions.share(self._source, self._group, self.device)
+        numbers = step._shard_metrics(metrics)
         while True:
             self._member.reduction_complete()
             bits = self._reducer.vote_bits()
@@ -410,10 +426,10 @@ class Session:
                 bits=bits,
                 pause=self._member.pause_wanted,
                 non_finite=step._non_finite(),
-                metrics=step._shard_metrics(metrics),
+                metrics=numbers,
             )
             total = self._vote(vote)
-            summed = self._ballot.read(total, ()).bits
+            summed = self._ballot.read(total, numbers).bits
             if not self._reducer.missing_buffers(summed):
                 return total
             # A buffer was written to for the first time: reduce it too, and vote again.
@@ -431,7 +447,7 @@ class Session:
 
     def _judge(self, step: Step, total: Tensor) -> Outcome:
         assert self._ballot is not None
-        outcome = self._ballot.read(total, self._names)
+        outcome = self._ballot.read(total)
         if outcome.non_finite and self.config.failure.non_finite == "stop":
             raise NonFiniteLoss(
                 f"run {self.name!r}, step {step.number}: a loss is NaN or infinite. FailureConfig.non_finite decides: "
@@ -444,6 +460,7 @@ class Session:
         assert self._reducer is not None and self._source is not None
         self._member.moved("apply")
         skip = outcome.non_finite and self.config.failure.non_finite == "skip"
+        self._server.withdraw()  # whoever still reads would get half of the old state and half of the new one
         self._reducer.install(outcome.bits)
         self._registry.update(skip=skip, clip_norm=clip[0], clip_value=clip[1])
         self._source.committed(step)
@@ -462,7 +479,6 @@ class Session:
             skipped=skip,
         )
         self._committed_at = now
-        self._server.withdraw()
         self._member.committed(record, speak=self.rank == 0)
         self._member.moved("user")
 

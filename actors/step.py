@@ -125,8 +125,7 @@ class Step:
         """Metrics of the batch at hand; `commit` reports their mean over the global batch."""
         shard = self.shard
         for name, value in values.items():
-            number = value.detach() if isinstance(value, Tensor) else value
-            self._recorded.setdefault(name, {})[shard] = float(number)
+            self._recorded.setdefault(name, {})[shard] = _number(name, value)
 
     def commit(
         self,
@@ -146,10 +145,11 @@ class Step:
         """
         if self._called and self.committed:
             raise LoopError(f"step {self.number} is committed already")
-        if self._open or (self._session._todo and not self._session._member.fenced()):
+        left = self._session._shards_left(self)
+        if self._open or left:
             raise LoopError(
                 f"step {self.number}: commit() came before all batches of step.batches() were computed "
-                f"(shards {self._session._todo} are left)"
+                f"(shards {left or [self._shard]} are left)"
             )
         self._called = True
         self.committed = self._session._commit(self, metrics or {}, (clip_grad_norm, clip_grad_value))
@@ -166,20 +166,34 @@ class Step:
     def _non_finite(self) -> bool:
         return not all(map(math.isfinite, self._losses.values()))
 
-    def _shard_metrics(self, metrics: Mapping[str, Any]) -> dict[str, dict[int, tuple[float, float]]]:
+    def _shard_metrics(self, metrics: Mapping[Any, Any]) -> dict[str, dict[int, tuple[float, float]]]:
         """name → shard → (weight, value), for the shards this replica holds."""
         held = self._session._member.kept
         names: dict[str, Mapping[int, float]] = {"loss": self._losses, **self._recorded}
         for name, value in metrics.items():
-            names[name] = (
-                value.by_shard if isinstance(value, ShardMean) else dict.fromkeys(self._losses, float(value))
-            )
+            if not isinstance(name, str) or not name or "\0" in name:
+                raise LoopError(
+                    f"metric {name!r}: the name must be a text of at least one character, and no NUL"
+                )
+            if isinstance(value, ShardMean):
+                names[name] = value.by_shard
+            else:
+                names[name] = dict.fromkeys(self._losses, _number(name, value))
         return {
             name: {
                 s: (self._scales[s], v) for s, v in by_shard.items() if s in held and self._scales[s] > 0.0
             }
             for name, by_shard in names.items()
         }
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value.detach() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise LoopError(
+            f"metric {name!r}: {value!r:.80} is no number ({error}); give a number, a tensor of one element, or step.mean_loss"
+        ) from error
 
 
 class ShardMean:

@@ -71,7 +71,7 @@ class StateServer:
     """Serves at most one snapshot at a time from an ephemeral TCP port of `bind_ip`. Thread-safe."""
 
     def __init__(
-        self, bind_ip: str, token: bytes, *, max_connections: int = 128, grace_s: float = 0.2
+        self, bind_ip: str, token: bytes, *, max_connections: int = 1024, grace_s: float = 0.2
     ) -> None:
         """`grace_s`: how long `withdraw` lets a reader finish the chunk it is reading."""
         if not token:

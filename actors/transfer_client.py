@@ -12,7 +12,7 @@ import heapq
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -119,15 +119,23 @@ class Fetch:
         offset = number * self.stripe_bytes
         return offset, min(self.stripe_bytes, self.layout.total_bytes - offset)
 
-    def run(self, sources: Sequence[Address], cancel: threading.Event, deadline_s: float) -> FetchResult:
-        """Pull what is missing from all sources at once; returns when everything is here.
+    def run(
+        self,
+        sources: Sequence[Address],
+        cancel: threading.Event,
+        deadline_s: float,
+        *,
+        moved: Callable[[], None] = lambda: None,
+    ) -> FetchResult:
+        """Pull what is missing from all sources at once; returns when everything is here. `moved` is called whenever
+        more has come.
 
         Waits for sources that do not offer the version yet. Raises TransferFailed when all sources are lost, `cancel`
         is set or `deadline_s` seconds are over; call again with other sources to go on. Raises StateMismatch if the
         registered modules are not those of the sources.
         """
         pull = _Pull(self, list(dict.fromkeys((host, port) for host, port in sources)), cancel, deadline_s)
-        result = pull.run()
+        result = pull.run(moved)
         if pull.complete:
             return result
         if pull.lost and all(isinstance(error, StateMismatch) for error in pull.lost.values()):
@@ -191,13 +199,17 @@ class _Pull:
     def complete(self) -> bool:
         return self._fetch.layout is not None and not self._fetch.missing and not self._in_flight
 
-    def run(self) -> FetchResult:
+    def run(self, moved: Callable[[], None]) -> FetchResult:
         for source in self._sources if not self.complete else []:
             name = f"everstep-fetch-{show(source)}"
             threading.Thread(target=self._work, args=(source,), name=name, daemon=True).start()
         with self._changed:
+            told = 0
             while not self.complete and len(self.lost) < len(self._sources) and not self._stopped():
                 self._changed.wait(min(max(self._deadline - time.monotonic(), 0.0), TICK_S))
+                if self._num_stripes > told:
+                    told = self._num_stripes
+                    moved()
             self._end()
             seconds = time.monotonic() - self._started
             by_source = {show(source): num_bytes for source, num_bytes in self._by_source.items()}

@@ -43,7 +43,8 @@ class Generation:
     roll_forward: tuple[int, ...] = ()
     """Replica ids that apply the reduced gradient they hold, so that they too are at `step`."""
     vote: str = ""
-    """For them: the result of the vote, as somebody who saw it reported it (base64)."""
+    """For them, and for who fetches the state of a step it was in: the vote's result, as somebody who saw it reported it
+    (base64)."""
     final: bool = False
     """The last step is history: no group is formed, only laggards catch up."""
 

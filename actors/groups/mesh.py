@@ -10,6 +10,7 @@ fast: the work is the kernel's copying, and the interpreter's lock is free meanw
 from __future__ import annotations
 
 import hashlib
+import hmac
 import os
 import select
 import socket
@@ -191,7 +192,7 @@ def _connect(rendezvous: Rendezvous, sockets: dict[int, socket.socket]) -> None:
     deadline = time.monotonic() + rendezvous.timeout_s
     with listen(rendezvous.bind_ip, backlog=max(128, rendezvous.world_size)) as listener:
         addresses = meet(rendezvous, listener.getsockname()[1], deadline)
-        digest = hashlib.sha256(f"{rendezvous.prefix} {rendezvous.world_size}".encode()).digest()[:16]
+        digest = hashlib.sha256(f"{rendezvous.key} {rendezvous.world_size}".encode()).digest()[:16]
         for peer, address in enumerate(addresses[: rendezvous.rank]):
             sockets[peer] = socket.create_connection(address, timeout=left(deadline))
             sockets[peer].sendall(_HELLO.pack(digest, rendezvous.rank))
@@ -215,7 +216,7 @@ def _introduced(connected: socket.socket, digest: bytes) -> int | None:
     if len(hello) != _HELLO.size:
         return None
     theirs, rank = _HELLO.unpack(hello)
-    return rank if theirs == digest else None
+    return rank if hmac.compare_digest(theirs, digest) else None
 
 
 def _set_options(connected: socket.socket) -> None:

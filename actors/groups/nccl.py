@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from everstep.actors.groups.base import Arrived, Group, Parcel, Work
 from everstep.actors.groups.rendezvous import Rendezvous, listen, meet
@@ -56,7 +56,7 @@ def form_nccl(device: torch.device, rendezvous: Rendezvous, cancel: threading.Ev
     timer.daemon = True
     timer.start()
     try:
-        group.connect(_make_store(rendezvous))
+        group.connect(PrefixStore(rendezvous.key, _make_store(rendezvous)))
         if cancel.is_set():
             raise GroupBroken("forming was cancelled")
     except (OSError, RuntimeError, ValueError, GroupBroken) as error:

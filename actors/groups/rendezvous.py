@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import json
 import socket
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from everstep.errors import GroupBroken
 
@@ -43,6 +44,13 @@ class Rendezvous:
     """Address of this machine that the peers can reach."""
     timeout_s: float = 10.0
     """Bound on forming. A formed group has none: the controller's word ends a blocked operation, not a timer."""
+    secret: bytes = field(default=b"", repr=False)
+    """Known to the run's replicas alone: who does not know it can neither meet them nor connect to them."""
+
+    @property
+    def key(self) -> str:
+        """What the meeting goes by, and what a rank shows when it connects to another. Not for logs."""
+        return hmac.digest(self.secret, self.prefix.encode(), "sha256").hex()
 
     def __str__(self) -> str:
         return f"group {self.prefix}, rank {self.rank} of {self.world_size}"
@@ -109,6 +117,7 @@ class RendezvousServer:
 @dataclass(frozen=True, slots=True)
 class _Guest:
     key: tuple[str, int]
+    """Of its rendezvous, and the world size."""
     rank: int
     address: Address
     writer: asyncio.StreamWriter
@@ -117,15 +126,15 @@ class _Guest:
 def _read_guest(line: bytes, writer: asyncio.StreamWriter) -> _Guest:
     """Raises ValueError for a line that is no guest's."""
     match json.loads(line):
-        case [str(prefix), int(world_size), int(rank), str(host), int(port)] if 0 <= rank < world_size:
-            return _Guest((prefix, world_size), rank, (host, port), writer)
-    raise ValueError(f"not a guest's first line: {line[:100]!r}")
+        case [str(key), int(world_size), int(rank), str(host), int(port)] if 0 <= rank < world_size:
+            return _Guest((key, world_size), rank, (host, port), writer)
+    raise ValueError("not a guest's first line")
 
 
 def meet(rendezvous: Rendezvous, port: int, deadline: float) -> list[Address]:
     """The addresses of all ranks, in rank order, once all have called. `port` is what this rank is reachable at, on its
     `bind_ip`; `deadline` in time.monotonic(). Raises GroupBroken or OSError."""
-    hello = [rendezvous.prefix, rendezvous.world_size, rendezvous.rank, rendezvous.bind_ip, port]
+    hello = [rendezvous.key, rendezvous.world_size, rendezvous.rank, rendezvous.bind_ip, port]
     with socket.create_connection((rendezvous.host, rendezvous.port), timeout=left(deadline)) as server:
         server.sendall(json.dumps(hello).encode() + b"\n")
         line = b""

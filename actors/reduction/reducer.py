@@ -51,7 +51,6 @@ class Reducer:
         logical_shards: int,
         strategy: StrategyName = "ordered",
         bucket_bytes: int = BUCKET_BYTES,
-        on_failure: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         """
         Args:
@@ -59,8 +58,6 @@ class Reducer:
             named_buffers: all buffers of the modules, shared ones once.
             logical_shards: V, the number of shards of every global batch.
             bucket_bytes: size from which gradients are reduced without waiting for more.
-            on_failure: called at the moment when a collective fails or, where the group can tell, a peer is lost, also
-                between collectives; once per attempt, from any thread. Must not raise.
         """
         named = trainable(named_parameters)
         self._parameters = [parameter for _, parameter in named]
@@ -70,7 +67,6 @@ class Reducer:
         self._buffers = Buffers(named_buffers)
         self._num_shards = logical_shards
         self._strategy = _STRATEGIES[strategy]()
-        self._on_failure = on_failure
         self._adder = Adder()
         self._means = Gradients([])  # room for them is made by attach
         self._room_for = 0  # ranks
@@ -92,8 +88,16 @@ class Reducer:
         self._collector.clear()
         self._buffers.keep_only(())
 
-    def attach(self, group: Group, shards_by_rank: Sequence[Sequence[int]]) -> None:
+    def attach(
+        self,
+        group: Group,
+        shards_by_rank: Sequence[Sequence[int]],
+        on_failure: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
         """Begin an attempt: `group` will reduce, and `shards_by_rank` is what each rank will hold by then.
+
+        `on_failure` is called at the moment when a collective fails or, where the group can tell, a peer is lost, also
+        between collectives; once per attempt, from any thread. It must not raise.
 
         Raises InternalError if this replica holds a shard that is not to be its own, LoopError if a parameter was
         unfrozen since the start.
@@ -113,7 +117,7 @@ class Reducer:
             self._means = Gradients(self._buckets, partial(room, world_size=plan.world_size))
             self._room_for = plan.world_size
         self._plan, self._launched = plan, 0
-        self._attempt = Attempt(group, self._adder, self._on_failure)
+        self._attempt = Attempt(group, self._adder, on_failure)
 
     def begin_shard(self, shard: int, *, last: bool, scale: float = 1.0) -> None:
         """Before the forward of `shard`.

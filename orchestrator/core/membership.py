@@ -110,6 +110,8 @@ def choose(
     kept = tuple(r.replica for r in current)[:MAX_SOURCES] if fetch and not inside & holding else ()
     serving = tuple(r.replica for r in (*current, *behind) if r.replica in inside)
     roll_forward = tuple(r.replica for r in behind if r.replica in inside)
+    # A step late, with or without the reduced gradient: the loop there has not heard that step's metrics.
+    told = any(r.holds_state and r.status.applied < newest for r in members)
     if final:
         nothing: _Shards = tuple(() for _ in ids)
         held, todo, ranges = nothing, nothing, tuple((0, 0) for _ in ids)
@@ -119,7 +121,7 @@ def choose(
     return Plan(
         step=newest, members=ids, ranges=ranges, held=held, todo=todo, fetch=fetch,
         sources=(kept or serving[:MAX_SOURCES]) if fetch else (),
-        roll_forward=roll_forward, vote=vote if roll_forward else "",
+        roll_forward=roll_forward, vote=vote if told else "",
         dropped=tuple(r.replica for r in survivors if r.replica not in inside),
         kept=kept, state_lost=False, final=final,
     )  # fmt: skip

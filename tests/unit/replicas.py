@@ -105,11 +105,11 @@ class Replica:
         self.computed: list[int] = []
         self.reducer = Reducer(
             list(model.named_parameters()), list(model.named_buffers()),
-            logical_shards=num_shards, on_failure=self.failures.append, **options,
+            logical_shards=num_shards, **options,
         )  # fmt: skip
 
     def compute(self, group: Group, shares: Sequence[Sequence[int]], loss: Loss) -> None:
-        self.reducer.attach(group, shares)
+        self.reducer.attach(group, shares, on_failure=self.failures.append)
         todo = [shard for shard in shares[group.rank] if shard not in self.reducer.kept()]
         for position, shard in enumerate(todo):
             self.computed.append(shard)

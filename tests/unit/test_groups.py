@@ -269,7 +269,7 @@ def test_ranks_meet_whatever_else_goes_on(server: RendezvousServer) -> None:
         with socket.create_connection((server.host, server.port)) as stranger:
             stranger.sendall(junk)
     early = socket.create_connection((server.host, server.port))
-    early.sendall(json.dumps(["p", 2, 1, "gone", 9]).encode() + b"\n")
+    early.sendall(json.dumps([rendezvous(server, 1, 2).key, 2, 1, "gone", 9]).encode() + b"\n")
     deadline = time.monotonic() + 10
     while not server._meetings and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -309,6 +309,25 @@ def test_a_stranger_on_the_listener_is_turned_away(server: RendezvousServer) -> 
             form_group(CPU, rendezvous(server, 1, 2, timeout_s=0.1))
         with pytest.raises(GroupBroken):
             forming.result(20)
+
+
+def test_who_does_not_know_the_secret_meets_nobody(server: RendezvousServer) -> None:
+    """Neither at the rendezvous nor at a rank's own door; and the secret is in no text."""
+    inside = rendezvous(server, 0, 2, secret=b"ours", timeout_s=1.0)
+    with ThreadPoolExecutor(1) as pool:
+        forming = pool.submit(form_group, CPU, inside)
+        for guess in (b"", b"theirs"):
+            with pytest.raises(GroupBroken):
+                form_group(CPU, rendezvous(server, 1, 2, secret=guess, timeout_s=0.2))
+        with pytest.raises(GroupBroken) as broken:
+            forming.result(20)
+    assert inside.key != rendezvous(server, 0, 2, secret=b"ours", prefix="q").key
+    texts = (str(inside), repr(inside), str(broken.value))
+    assert not any("ours" in text or inside.key in text for text in texts)
+    pair = [rendezvous(server, rank, 2, secret=b"ours") for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        for group in pool.map(lambda place: form_group(CPU, place), pair):
+            group.close()
 
 
 def test_the_controllers_part_needs_no_torch() -> None:
