@@ -16,12 +16,14 @@ import math
 import os
 import signal
 import threading
+import time
 from typing import Any, Final
 
 from everstep.errors import CannotStart, ConfigError, InternalError
 
 _CLOCK_MONOTONIC: Final = 1
 _SIGEV_SIGNAL: Final = 0
+_TIMER_ABSTIME: Final = 1
 
 
 class _TimeSpec(ctypes.Structure):
@@ -60,18 +62,21 @@ class Lease:
         self._pid = os.getpid()
         self._timer = ctypes.c_void_p()
         self._live = True
+        self._until_s = -math.inf
         event = _SigEvent(signo=signal.SIGKILL, notify=_SIGEV_SIGNAL)
         self._call("timer_create", _CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(self._timer))
         self.renew()
 
-    def renew(self) -> None:
-        """Start the full duration again. Does nothing after `cancel`. Raises InternalError in a forked child."""
-        seconds = int(self.duration_s)
-        # A value of zero would disarm the timer.
-        spec = _TimerSpec(value=_TimeSpec(seconds, max(int((self.duration_s - seconds) * 1e9), 1)))
+    def renew(self, since_s: float | None = None) -> None:
+        """The full duration, from `since_s` (of time.monotonic()) or from now. It is never shortened. Does nothing after
+        `cancel`. Raises InternalError in a forked child."""
+        until_s = (time.monotonic() if since_s is None else since_s) + self.duration_s
+        seconds = int(until_s)
+        spec = _TimerSpec(value=_TimeSpec(seconds, int((until_s - seconds) * 1e9)))
         with self._lock:
-            if self._live:
-                self._call("timer_settime", self._timer, 0, ctypes.byref(spec), None)
+            if self._live and until_s > self._until_s:
+                self._until_s = until_s
+                self._call("timer_settime", self._timer, _TIMER_ABSTIME, ctypes.byref(spec), None)
 
     def cancel(self) -> None:
         """This process may live on. Idempotent."""

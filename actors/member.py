@@ -26,6 +26,7 @@ from everstep.actors.stacks import stacks
 from everstep.errors import EverstepError, Fenced, GroupBroken
 
 _MAX_RECORDS = 4096
+_MAX_UNANSWERED = 1024
 
 
 class ReleasedFromRun(BaseException):
@@ -41,7 +42,7 @@ class Member:
         *,
         device: torch.device,
         locate: Callable[[], tuple[str, int] | None],
-        renew_lease: Callable[[], None],
+        renew_lease: Callable[[float], None],
         heartbeat_s: float,
         form_timeout_s: float,
         on_release: Callable[[str], None],
@@ -79,6 +80,9 @@ class Member:
         """How the user's function ended."""
         self._progress = 0
         self._seq = 0
+        self._asked: deque[tuple[int, float]] = deque(maxlen=_MAX_UNANSWERED)
+        """Heartbeats without an answer: number, and when it was sent."""
+        self._hello_s = time.monotonic()
         self._stop = threading.Event()
         self._link = Link(locate, self._hello, self._receive)
         self._beats = threading.Thread(target=self._beat_forever, name="everstep-heartbeat", daemon=True)
@@ -94,8 +98,10 @@ class Member:
         with self._cond:
             orders = [self._order, self._entered]
         for order in orders:
-            if order is not None and order.group is not None:
-                order.group.close()
+            if order is not None:
+                order.cancel.set()
+                if order.group is not None:
+                    order.group.close()
         self._link.close()
 
     # ---- the training thread
@@ -230,13 +236,17 @@ class Member:
         if speak:
             self._link.send(wire.Committed(replica=self.identity.replica, generation=number, record=record))
 
-    def adopt_state(self, applied: int) -> None:
-        """The state of step `applied` was fetched."""
+    def adopt_state(self, generation: wire.Generation) -> None:
+        """The state with which `generation` begins was fetched. Raises Fenced if that is over: what was promised meanwhile
+        of the state before must stay true, and the controller counts on nothing that was being fetched."""
         with self._cond:
-            self._applied = applied
+            if generation.number <= self._promised:
+                raise Fenced(f"generation {generation.number} is over")
+            self._applied = generation.step
             self._reduced = False
             self._kept = frozenset()
             self._fresh = False
+            self._vote = generation.vote
 
     def fetched(self, number: int, num_bytes: int, seconds: float) -> None:
         """Tell the controller so."""
@@ -307,6 +317,7 @@ class Member:
     # ---- the control thread
 
     def _hello(self) -> wire.Hello:
+        self._hello_s = time.monotonic()
         with self._cond:
             who, ready = self.identity, self._ready
             newest = self._order or self._entered
@@ -353,7 +364,7 @@ class Member:
 
     def _receive(self, message: wire.Message) -> None:
         if isinstance(message, wire.Ack):
-            self._renew_lease()
+            self._acknowledged(message.seq)
             self._forget_records(message.known_step)
         elif isinstance(message, wire.Welcome):
             self._welcomed(message)
@@ -371,8 +382,15 @@ class Member:
         elif isinstance(message, wire.DumpStacks):
             self._link.send(wire.Stacks(replica=self.identity.replica, text=stacks()))
 
+    def _acknowledged(self, seq: int) -> None:
+        """The controller heard us when this heartbeat was sent, or later; when its answer arrives says nothing."""
+        while self._asked and self._asked[0][0] <= seq:
+            number, sent_s = self._asked.popleft()
+            if number == seq:
+                self._renew_lease(sent_s)
+
     def _welcomed(self, message: wire.Welcome) -> None:
-        self._renew_lease()
+        self._renew_lease(self._hello_s)
         with self._cond:
             self._incarnation = max(self._incarnation, message.incarnation)
             self.peers = message.peers or self.peers
@@ -476,8 +494,10 @@ class Member:
             orders = [self._order, self._entered]
             self._cond.notify_all()
         for order in orders:
-            if order is not None and order.group is not None:
-                order.group.abort()
+            if order is not None:
+                order.cancel.set()
+                if order.group is not None:
+                    order.group.abort()
         self._on_release(self.released)
 
     def _beat_forever(self) -> None:
@@ -487,6 +507,7 @@ class Member:
             if self._progress != seen:
                 seen, since = self._progress, now
             self._seq += 1
+            self._asked.append((self._seq, now))
             self._link.send(
                 wire.Beat(
                     replica=self.identity.replica,

@@ -101,6 +101,7 @@ class Replica:
         try:
             function: Callable[[Session], Any] = ray.cloudpickle.loads(train)
             value = function(session)
+            session.check_trained()
             self._member.loop_done()
             self._member.finished(session.state_digest(), _json_safe(value))
             self._wait_until_released()

@@ -337,7 +337,7 @@ class Session:
         assert self._reducer is not None
         self._reducer.reload_buffers()
         self._reducer.start_step()
-        self._member.adopt_state(generation.step)
+        self._member.adopt_state(generation)
         if generation.vote:
             assert self._ballot is not None
             data = base64.b64decode(generation.vote)
@@ -356,6 +356,7 @@ class Session:
         """The next shard to compute, entering a new generation first if ours is over; None when all are done."""
         if self._member.fenced():
             self._enter_next()
+        self._check_not_left()
         while self._todo and self._member.applied == step.number:
             shard = self._todo[0]
             try:
@@ -381,6 +382,7 @@ class Session:
         """True when the step is history; False when some of its shards have to be computed here first."""
         self._clip = clip
         while self._member.applied == step.number:
+            self._check_not_left()
             if self._todo:
                 return False
             try:
@@ -399,6 +401,15 @@ class Session:
             elif self._member.applied < self._total:
                 self._continue_generation()
         return True
+
+    def _check_not_left(self) -> None:
+        """Raises LoopError if others ended the run by leaving their loops, while this one goes on."""
+        generation = self._generation
+        if generation is not None and generation.final and generation.step < self._total:
+            raise LoopError(
+                f"another replica left the loop after {generation.step} steps, this one did not: decide a `break` by what "
+                "is the same on all replicas, such as step.metrics after the commit"
+            )
 
     def _give_up_generation(self, error: GroupBroken) -> None:
         assert self._generation is not None
@@ -494,6 +505,15 @@ class Session:
                 f"step {self._step.number} had no batch for this replica, so names that are set inside `for batch in "
                 "step.batches()` are not set here. Report means with step.mean_loss and step.record(...)"
             )
+
+    def check_trained(self) -> None:
+        """The train function has returned. Raises LoopError if it did so without having trained."""
+        if self._source is None:
+            raise LoopError(
+                "the train function returned without `for step in run.steps(...)`: it trains nothing that way"
+            )
+        if self._member.applied == 0:
+            raise LoopError("the train function returned before its first step was committed")
 
     def state_digest(self) -> str:
         """xxh3_128 (hex) over all registered state; equal on two replicas iff their state is bit for bit the same."""

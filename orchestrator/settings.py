@@ -14,6 +14,10 @@ GC_THRESHOLDS = (50_000, 20, 100)
 """Of Python's garbage collector in the controller. Its defaults look at all objects of thousands of replicas several
 times while one mass failure is handled, which takes longer than to decide about it."""
 
+_LEASE_MARGIN_S = 1.0
+"""A lease counts from the moment when the acknowledged heartbeat was sent, so only the clocks' drift and the kernel's
+delay in ending a process come on top of it."""
+
 
 def settings_of(config: RunConfig) -> Settings:
     """The core's view of a run's configuration."""
@@ -33,7 +37,7 @@ def settings_of(config: RunConfig) -> Settings:
         park_timeout_s=detection.park_timeout_s,
         form_timeout_s=detection.form_timeout_s,
         settle_s=detection.settle_s,
-        adopt_timeout_s=detection.lease_s * 2 / 3,
+        adopt_timeout_s=detection.lease_s + _LEASE_MARGIN_S,
         budget=BudgetLimits(
             process_crash=failure.process_crashes,
             node_loss=failure.node_losses,

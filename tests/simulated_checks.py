@@ -40,7 +40,7 @@ class Checks:
     chain: dict[tuple[int, int], int]
     ordered: bool
     stop_asked: bool
-    total: int
+    leave_at: int
     phase_since: float
     num_events: int
     ended_at: float | None
@@ -114,12 +114,14 @@ class Checks:
             self.violation("there is no RunEnded in the log")
         end = ends[-1]
         self.outcome, self.reason = end.outcome, end.reason
-        if end.outcome == "finished" and end.step != self.total:
-            self.violation(f"finished after {end.step} of {self.total} steps")
+        if end.outcome == "finished" and end.step != self.leave_at:
+            self.violation(f"finished after {end.step} of {self.leave_at} steps")
         if end.outcome == "stopped" and not self.stop_asked:
             self.violation("stopped without being asked to")
         if end.outcome == "failed" and not any(w in end.reason for w in ("BudgetExhausted", "TrainingError")):
             self.violation(f"failed: {end.reason}")
+        if end.outcome == "failed" and "wait for each other" in end.reason:
+            self.violation(f"all of them waited, again and again: {end.reason}")
         if self.core is not None and self.core.replicas:
             self.violation(f"the core still knows {list(self.core.replicas)}")
 

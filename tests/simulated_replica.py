@@ -32,7 +32,7 @@ class Replica(Process):
         self.kept: dict[int, int] = {}
         self.reduced = False
         self.gradient: tuple[int, tuple[int, int]] | None = None
-        self.promised, self.faulted, self.pause, self.incarnation = 0, False, 0, 0
+        self.promised, self.faulted, self.pause, self.incarnation = 0, 0, 0, 0
         self.order: Order | None = None
         self.entered: Order | None = None
         self.generation: wire.Generation | None = None
@@ -92,6 +92,8 @@ class Replica(Process):
             yield from self._enter_next()
             while self.applied < self.world.total:
                 yield from self._step(self.applied)
+                if self.applied == self.world.leave_at:
+                    break
                 self.moved("user")
                 yield rng.uniform(0.0, 0.02)
             self.done = True
@@ -123,6 +125,8 @@ class Replica(Process):
 
     def _step(self, step: int) -> Thread:
         while self.applied == step:
+            if self.generation is not None and self.generation.final:
+                self.world.violation(f"{self} goes on after the last step, {self.generation.step}")
             self.moved("data")
             while self.todo and self.applied == step:
                 if self.fenced():
@@ -220,7 +224,8 @@ class Replica(Process):
             if self.released:
                 raise Released
             order = self.order
-            if order is not None and order.number > self.promised and order is not self.entered:
+            over = max(self.promised, self.faulted)
+            if order is not None and order.number > over and order is not self.entered:
                 return order
             yield None
 
@@ -267,7 +272,7 @@ class Replica(Process):
     def _entering(self, order: Order) -> None:
         if order.number <= self.promised:
             raise Broken("generation is over")
-        self.entered, self.faulted, self.fresh = order, False, False
+        self.entered, self.fresh = order, False
         if order.generation.step == self.applied:
             self.reduced = False
 
@@ -319,8 +324,8 @@ class Replica(Process):
             False,
             {},
         )
-        if world.rules.fetch_forgets_vote:
-            self.vote = ""
+        if world.rules.fetch_replaces_vote:
+            self.vote = order.generation.vote
         world.fetched(self)
         world.moment("fetched")
         self.send(wire.Fetched(replica=self.id, generation=order.number, num_bytes=1000, seconds=0.1))
@@ -352,9 +357,8 @@ class Replica(Process):
             self.send(self._parked(self.entered.number, boundary=True))
 
     def fault(self, number: int, error: Exception | str) -> None:
-        over = number <= self.promised
-        self.faulted = True
-        if not over:
+        if number > self.promised:
+            self.faulted = max(self.faulted, number)
             self.send(wire.Fault(replica=self.id, generation=number, error=str(error)))
 
     def status(self) -> wire.Status:
@@ -392,7 +396,8 @@ class Replica(Process):
             status=self.status(),
             generation=newest.generation if newest else None,
             ready=ready is not None,
-            faulted=self.faulted or (self.entered is not None and (self.fenced() or self.entered.failed)),
+            faulted=newest is not None
+            and (newest.number <= max(self.promised, self.faulted) or newest.failed),
             memo=self.memo,
             records=tuple(self.records),
             signature=ready.signature if ready else (),

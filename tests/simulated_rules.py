@@ -28,7 +28,7 @@ class Rules:
     promise_covers_commit: bool = True
     fetch_is_fresh: bool = True
     """From the first fetched byte on it says that it holds no state."""
-    fetch_forgets_vote: bool = True
+    fetch_replaces_vote: bool = True
     """A vote's result does not outlive the state it led to."""
     speaks_when_fenced: bool = True
     """A step that was being applied while it promised is told as soon as it is applied."""

@@ -22,6 +22,8 @@ class Scenario:
     spares: int = 0
     logical_shards: int = 8
     total: int = 25
+    leave_at: int = 0
+    """Number of steps after which the users' loops end by `break`; 0: they do not."""
     fault_every_s: float = 2.0
     """Mean time between two faults while `faults_s` are not over."""
     faults_s: float = 60.0
@@ -73,9 +75,11 @@ def drawn(seed: int) -> Scenario:
     tight = rng.random() < 0.15
     shards, shard_s = rng.choice((most, 6, 8, 12)), rng.choice((0.02, 0.1, 0.5))
     steps = int(rng.choice((5.0, 20.0, 40.0)) * most / (shards * shard_s))
+    leaving = random.Random(seed * 104_729 + 7)  # its own, so that older seeds play what they always played
     return Scenario(
         num_nodes=rng.choice((1, 2, 4, 6)), replicas=rng.randint(low, most), min_replicas=low, max_replicas=most,
-        spares=rng.choice((0, 0, 0, 1)), logical_shards=shards, total=rng.choice((1, 3, *[min(max(steps, 5), 400)] * 6)),
+        spares=rng.choice((0, 0, 0, 1)), logical_shards=shards, total=(total := rng.choice((1, 3, *[min(max(steps, 5), 400)] * 6))),
+        leave_at=leaving.randint(1, total) if leaving.random() < 0.2 else 0,
         fault_every_s=rng.choice((0.3, 1.0, 2.0, 4.0)), faults_s=rng.choice((20.0, 60.0)), faults=faults,
         budget=BudgetLimits(back_off_s=0.5, back_off_cap_s=4.0) if tight else LARGE_BUDGET,
         ordered=rng.random() < 0.5, await_storage=rng.random() < 0.8, tell_stored=rng.random() < 0.7,

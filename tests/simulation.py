@@ -47,6 +47,7 @@ class World(Faults, Checks):
         s = self.scenario
         self.rng = random.Random(seed)
         self.rules, self.ordered, self.total, self.shard_s = s.rules, s.ordered, s.total, s.shard_s
+        self.leave_at = s.leave_at or s.total
         self.form_glitch, self.warm_up_s, self.after_loop_s, self.lease_s = (
             s.form_glitch,
             (0.1, 3.0),

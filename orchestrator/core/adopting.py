@@ -129,7 +129,7 @@ def adopt_replicas(run: RunState, hellos: dict[int, wire.Hello], newest: wire.Ge
         gathering.take_identity(run, replica, hello)
         run.add(replica)
         if hello.ready and run.reference is None:
-            run.reference, run.total = hello.signature, hello.total
+            run.reference, run.total, run.announced = hello.signature, hello.total, hello.total
         if state is not ReplicaState.MEMBER and order is not None:
             ending.release(run, replica, "it belongs to a generation that is over")
         elif hello.node in run.excluded:

@@ -69,10 +69,23 @@ def on_finished(run: RunState, event: wire.Finished) -> None:
     replica.status = wire.Status(
         generation=run.number, applied=event.applied, fresh=False, done=True, vote=replica.status.vote
     )
+    if event.applied < run.total:
+        left_early(run, event.applied)
     if not run.digest:
         run.value, run.digest = event.value, event.digest
     elif event.digest and event.digest != run.digest:
         end(run, "failed", f"InternalError: replica {event.replica} ended with other state than its peers")
+
+
+def left_early(run: RunState, applied: int) -> None:
+    """The loop was left by `break`: the run has so many steps. All who did the last one leave it likewise, but a joiner
+    that came after it cannot know, and waits for them in vain."""
+    run.total = applied
+    generation = run.generation
+    for i in generation.fetch if generation is not None and generation.step == applied else ():
+        if i in run.index[ReplicaState.MEMBER]:
+            run.fetching.discard(i)
+            release(run, run.replicas[i], "the loop was left before it joined")
 
 
 def on_stop(run: RunState, event: m.Stop) -> None:

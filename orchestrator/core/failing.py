@@ -192,7 +192,8 @@ def on_user_failed(run: RunState, event: wire.UserFailed) -> None:
     again = not newcomer and fingerprint in run.user_errors
     # After the last step nobody takes over what it was doing.
     at_the_end = bool(run.total) and event.step >= run.total
-    if event.fatal or (not newcomer and (event.step == 0 or again or at_the_end)):
+    # What ends a newcomer may be its node's fault; those who train are not to be ended by it.
+    if not newcomer and (event.fatal or event.step == 0 or again or at_the_end):
         why = (
             ""
             if event.fatal or at_the_end

@@ -105,6 +105,7 @@ def send_out(run: RunState, plan: Plan) -> None:
     lost = run.step - plan.step
     if plan.state_lost:
         run.history, run.first_number, run.step = run.history + 1, run.number, 0
+        run.total = run.announced
         run.records.clear()
         run.durable_step = None if run.durable_step is None else 0
         run.emit(events.StateLost(step=0))
@@ -170,7 +171,8 @@ def formed(run: RunState) -> None:
     run.enter(Phase.RUNNING)
     run.deadline = None
     run.last_commit_s = run.now
-    run.durations = run.durations.restarted() if run.fetching else run.durations
+    # Whoever fetches has its first steps before it, also if it holds the state by now.
+    run.durations = run.durations.restarted() if generation.fetch else run.durations
     if run.reform is not None:
         run.reform.connected_s = run.now
     run.emit(

@@ -101,8 +101,8 @@ def on_ready(run: RunState, event: wire.Ready) -> None:
 
 def warm(run: RunState, replica: m.Replica, signature: tuple[str, ...], digest: str, total: int) -> None:
     if run.reference is None:
-        run.reference, run.total = signature, total
-    problem = difference(run.reference, signature, run.total, total)
+        run.reference, run.total, run.announced = signature, total, total
+    problem = difference(run.reference, signature, run.announced, total)
     if problem:
         text = f"replica {replica.replica} on {replica.host} registered other state than its peers: {problem}"
         run.emit(events.UserError(replica=replica.replica, step=run.step, error=f"StateMismatch: {text}"))

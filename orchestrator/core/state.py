@@ -45,6 +45,9 @@ class RunState:
         self.first_number = 0
         """First generation of this history."""
         self.total = 0
+        """Steps of the run: as many as the loop announced, or fewer where it was left before (`break`)."""
+        self.announced = 0
+        """Steps of the loop, as the first replica announced them."""
         self.target = settings.replicas
         self.next_id = 0
         self.outcome = ""

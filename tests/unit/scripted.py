@@ -58,7 +58,7 @@ class Peer:
                     run="scripted", replica=replica, token="secret", pid=0, node="n", host="h", ip="127.0.0.1",
                     transfer=self.server.address,
                 ),
-                device=torch.device("cpu"), locate=lambda: None, renew_lease=lambda: None, heartbeat_s=1.0,
+                device=torch.device("cpu"), locate=lambda: None, renew_lease=lambda since_s: None, heartbeat_s=1.0,
                 form_timeout_s=DEADLINE_S, on_release=lambda reason: None,
             )  # fmt: skip
         self.line: Any = self.member._link
@@ -109,15 +109,19 @@ class Peer:
         return self.digest
 
 
+def run_config(**changes: Any) -> everstep.RunConfig:
+    return everstep.RunConfig(
+        name="scripted", scaling=everstep.ScalingConfig(max_replicas=SHARDS),
+        batch=everstep.BatchConfig(global_batch_size=BATCH, logical_shards=SHARDS), **changes,
+    )  # fmt: skip
+
+
 class Cast:
     """All replicas, and the words of the controller."""
 
     def __init__(self, count: int, train: Train, **changes: Any) -> None:
         self.rendezvous = RendezvousServer("127.0.0.1")
-        config = everstep.RunConfig(
-            name="scripted", scaling=everstep.ScalingConfig(max_replicas=SHARDS),
-            batch=everstep.BatchConfig(global_batch_size=BATCH, logical_shards=SHARDS), **changes,
-        )  # fmt: skip
+        config = run_config(**changes)
         self.peers = [Peer(i, config, train) for i in range(count)]
         for peer in self.peers:
             peer.thread.start()

@@ -11,6 +11,7 @@ import pytest
 
 from everstep.errors import ConfigError
 from everstep.orchestrator.config import BatchConfig, DetectionConfig, FailureConfig, RunConfig, ScalingConfig
+from everstep.orchestrator.settings import settings_of
 
 YAML = """
 name: gpt-2.small
@@ -183,3 +184,14 @@ def test_every_field_is_explained(cls: type) -> None:
         if isinstance(field, ast.AnnAssign):
             explained = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
             assert explained, ast.unparse(field)
+
+
+@pytest.mark.parametrize("lease_s", [6.0, 30.0, 600.0])
+def test_nobody_is_given_up_for_silence_before_its_lease_has_ended(lease_s: float) -> None:
+    config = RunConfig(
+        name="a",
+        scaling=ScalingConfig(max_replicas=1),
+        batch=BatchConfig(global_batch_size=8, logical_shards=8),
+        detection=DetectionConfig(lease_s=lease_s),
+    )
+    assert settings_of(config).adopt_timeout_s > lease_s

@@ -149,6 +149,40 @@ def test_a_replica_whose_code_raised_is_released_and_replaced() -> None:
     assert len(stage.launches) == 4
 
 
+def test_a_newcomer_that_cannot_go_on_ends_nobody_elses_run() -> None:
+    stage = Stage().start()
+    stage.commit()
+    stage.feed(m.Scale(replicas=4, by="a user"))
+    stage.hello(3, ready=False)
+    stage.feed(wire.UserFailed(replica=3, step=0, error="NonFiniteLoss: x", traceback="T", fatal=True))
+    assert (stage.core.phase, stage.core.outcome) == (Phase.RUNNING, "")
+    assert stage.told(wire.Release) == [(3,)]
+    stage.feed(wire.UserFailed(replica=0, step=1, error="NonFiniteLoss: x", traceback="T", fatal=True))
+    assert stage.core.outcome == "failed"
+
+
+def test_a_break_ends_the_run_also_where_a_joiner_has_just_entered() -> None:
+    stage = Stage(replicas=2).start()
+    stage.commit()
+    stage.feed(m.Scale(replicas=3, by="a user"))
+    stage.hello(2)
+    stage.commit()
+    assert stage.generation.members == (0, 1, 2) and stage.generation.fetch == (2,)
+    for i in (0, 1):
+        stage.feed(wire.Finished(replica=i, applied=2, digest="d", value=None))
+    assert (stage.core.outcome, stage.core.step) == ("finished", 2)
+
+
+def test_who_was_lost_at_a_break_is_not_replaced_and_the_end_stands() -> None:
+    stage = Stage(replicas=2).start()
+    stage.commit()
+    stage.status[0] = replace(stage.status[0], done=True)
+    stage.feed(wire.Finished(replica=0, applied=1, digest="d", value=5))
+    stage.die(1)
+    assert (stage.core.outcome, stage.core.value, stage.core.step) == ("finished", 5, 1)
+    assert len(stage.launches) == 2
+
+
 # ---- a controller that came back
 
 

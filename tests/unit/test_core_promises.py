@@ -284,6 +284,33 @@ def test_silence_of_all_who_hold_the_state_is_not_taken_for_their_death() -> Non
     assert sorted(stage.kills) == [0, 1, 2]  # their leases are over
 
 
+# ---- deadlines
+
+
+def test_a_joiner_has_the_time_of_a_first_step_however_fast_it_fetched() -> None:
+    stage = Stage(replicas=2, first_step_s=300.0).start()
+    for _ in range(20):
+        stage.wait(0.1)
+        stage.commit()
+    stage.feed(m.Scale(replicas=3, by="a user"))
+    stage.hello(2)
+    stage.silent.add(0)  # its word about its connections comes last
+    for i in (0, 1):
+        stage.park(i, 1, applied=21)
+    assert (stage.core.phase, stage.generation.fetch) == (Phase.FORMING, (2,))
+    stage.feed(wire.Fetched(replica=2, generation=2, num_bytes=1, seconds=0.1))
+    stage.silent.clear()
+    stage.feed(wire.Formed(replica=0, generation=2, connect_s=0.1))
+    stage.enter_all()
+    assert stage.core.phase is Phase.RUNNING
+    for _ in range(60):
+        stage.now += 0.5
+        for i in (0, 1, 2):
+            stage.beat(i, phase="compute" if i == 2 else "reduce", progress=7)
+        stage.feed(m.Tick())
+    assert stage.kills == []
+
+
 # ---- commit
 
 

@@ -24,6 +24,7 @@ from everstep.orchestrator.core import (
     Phase,
     ReplicaState,
     Settings,
+    ending,
     failing,
     forming,
     machine,
@@ -104,6 +105,10 @@ DEFECTS: dict[str, tuple[Any, dict[str, Any]]] = {
         lambda: mock.patch.dict(machine._WHILE_ADOPTING, {wire.Finished: deaf, wire.Ready: deaf}),
         {"faults": {"ambush": 3, "controller": 0.2}, "moments": ("finished", "done"), "effects": ("controller",),
          "total": 8},
+    ),
+    "a joiner waits for those who left the loop": (
+        lambda: mock.patch.object(ending, "left_early", lambda run, applied: None),
+        {"faults": {"scale": 3}, "leave_at": 20, "total": 40},
     ),
     "a controller that came back does not wait for leases": (
         mock.MagicMock,

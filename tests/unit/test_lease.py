@@ -86,6 +86,20 @@ threading.Event().wait(60)
     assert child.dies_by(1.0 + MARGIN_S) == -signal.SIGKILL
 
 
+def test_counts_from_the_moment_it_is_given_and_is_never_shortened(start: type[Child]) -> None:
+    child = start("""
+lease = Lease(1.0)
+long_ago = time.monotonic() - 10
+lease.renew(long_ago); lease.renew(long_ago + 9.5)
+time.sleep(0.7); say("kept")
+lease.renew(time.monotonic() - 0.9)
+time.sleep(0.6); say("alive")
+""")
+    assert child.line() == "kept"
+    assert child.dies_by(1.0 + MARGIN_S) == -signal.SIGKILL
+    assert child.rest() == []
+
+
 def test_killed_while_it_holds_the_gil_in_c(start: type[Child]) -> None:
     child = start("""
 lease = Lease(1.0)

@@ -13,7 +13,7 @@ from torch import nn
 from everstep.actors import wire
 from everstep.actors.session import Session
 from everstep.errors import Fenced, GroupBroken, LoopError, TransferFailed
-from tests.unit.scripted import Cast, Peer, play
+from tests.unit.scripted import Cast, Peer, play, run_config
 from tests.unit.test_session_like_torch import Points
 from tests.waiting import wait_until
 
@@ -219,3 +219,87 @@ def test_an_order_that_failed_is_not_tried_again_and_again(peer: Peer) -> None:
         peer.heard(wire.Fault, 2)
         peer.order(wire.Abort(generation=2, incarnation=1))
     assert tries == [1, 2]
+
+
+def test_a_state_that_was_fetched_too_late_is_not_believed(peer: Peer) -> None:
+    made = generation(1).generation
+    peer.order(wire.Abort(generation=1, incarnation=1))
+    with pytest.raises(Fenced):
+        peer.member.adopt_state(made)
+    assert (peer.member.applied, peer.member._status().fresh) == (0, True)
+
+
+def test_a_lease_counts_from_when_the_answered_heartbeat_was_sent(peer: Peer) -> None:
+    renewed: list[float] = []
+    peer.member._renew_lease = renewed.append
+    peer.member._asked.extend([(1, 10.0), (2, 20.0), (3, 30.0)])
+    for seq in (2, 1, 9):
+        peer.order(wire.Ack(seq=seq, known_step=0))
+    assert renewed == [20.0]
+    assert list(peer.member._asked) == [] or peer.member._asked[0][0] > 9
+
+
+# ---- loops that end otherwise than announced
+
+
+def test_who_goes_on_after_the_others_have_left_is_told_why_it_cannot() -> None:
+    with play(2, Loop(steps=5)) as cast:
+        cast.form(1, (0, 1), EVEN)
+        statuses = [cast.peers[0].heard(wire.Committed) and peer.abort(1) for peer in cast.peers]
+        reached = max(status.applied for status in statuses)
+        last = next(status for status in statuses if status.applied == reached)
+        behind = tuple(i for i, status in enumerate(statuses) if status.applied < reached)
+        cast.form(2, (0, 1), ((), ()), step=reached, final=True, roll_forward=behind, vote=last.vote)
+        for peer in cast.peers:
+            if reached < 5:
+                with pytest.raises(LoopError, match=rf"left the loop after {reached} steps"):
+                    peer.end()
+
+
+def test_a_function_that_trains_nothing_is_told_so() -> None:
+    def nothing(run: Session) -> None:
+        peer.session.check_trained()
+
+    peer = Peer(0, run_config(), nothing)
+    peer.thread.start()
+    with pytest.raises(LoopError, match=r"without `for step in run.steps"):
+        peer.end()
+    peer.member.close()
+    peer.server.close()
+
+    def left_at_once(run: Session) -> None:
+        run.register(model=model_and_optimizer()[0])
+        for _ in run.steps(Points(), total=2):
+            break
+        run.check_trained()
+
+    with play(1, left_at_once) as cast:
+        cast.form(1, (0,), ((0, 1, 2, 3),))
+        with pytest.raises(LoopError, match="before its first step was committed"):
+            cast.peers[0].end()
+
+
+@pytest.mark.parametrize(
+    ("metrics", "told"),
+    [
+        ({"loss": "high"}, r"metric 'loss': 'high' is no number"),
+        ({"grid": torch.zeros(2)}, r"metric 'grid': tensor\(\[0., 0.\]\) is no number"),
+        ({"": 1.0}, r"metric '': the name"),
+        ({7: 1.0}, r"metric 7: the name"),
+        ({f"m{i}": 1.0 for i in range(20)}, "21 metrics in one step; at most 16"),
+        ({"m" * 2000: 1.0}, "have 2005 bytes in all; at most 1024"),
+    ],
+)
+def test_a_metric_that_cannot_be_reported_is_named(metrics: dict[Any, Any], told: str) -> None:
+    def train(run: Session) -> None:
+        model, optimizer = model_and_optimizer()
+        run.register(model=model, optimizer=optimizer)
+        for step in run.steps(Points(), total=1):
+            for x, y in step.batches():
+                step.backward(F.cross_entropy(model(x), y))
+            step.commit(metrics=metrics)
+
+    with play(1, train) as cast:
+        cast.form(1, (0,), ((0, 1, 2, 3),))
+        with pytest.raises(LoopError, match=told):
+            cast.peers[0].end()
