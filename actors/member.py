@@ -286,10 +286,10 @@ class Member:
             self._done = True
         self.moved("done")
 
-    def finished(self, digest: str, value: Any) -> None:
-        """The user's function returned; `value` is JSON-safe."""
+    def finished(self, digest: str, value: Any, problem: str = "") -> None:
+        """The user's function returned; `value` is JSON-safe, and `problem` says why it is not what was returned."""
         message = wire.Finished(
-            replica=self.identity.replica, applied=self._applied, digest=digest, value=value
+            replica=self.identity.replica, applied=self._applied, digest=digest, value=value, problem=problem
         )
         self._say_last(message)
 

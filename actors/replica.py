@@ -103,7 +103,7 @@ class Replica:
             value = function(session)
             session.check_trained()
             self._member.loop_done()
-            self._member.finished(session.state_digest(), _json_safe(value))
+            self._member.finished(session.state_digest(), *_json_safe(value))
             self._wait_until_released()
         except ReleasedFromRun:
             pass
@@ -187,10 +187,9 @@ def _device(config: RunConfig) -> torch.device:
     return torch.device("cuda", 0) if wish == "cuda" else torch.device("cpu")
 
 
-def _json_safe(value: Any) -> Any:
-    """The value as it survives JSON, or None with a warning: a train function returns numbers, not models."""
+def _json_safe(value: Any) -> tuple[Any, str]:
+    """The value as it survives JSON, or None and the reason: a train function returns numbers, not models."""
     try:
-        return json.loads(json.dumps(value))
-    except (TypeError, ValueError) as error:
-        _log.warning("the value returned by the train function is dropped, it is not JSON-safe: %s", error)
-        return None
+        return json.loads(json.dumps(value)), ""
+    except (TypeError, ValueError, RecursionError) as error:
+        return None, f"the value that the train function returned is dropped, as it is not JSON-safe: {error}"

@@ -245,6 +245,8 @@ class Finished(Message):
     applied: int
     digest: str
     value: Any
+    problem: str = ""
+    """Why `value` is None, although the function returned something."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

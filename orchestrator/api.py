@@ -17,7 +17,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from everstep import errors
-from everstep.errors import ControllerUnreachable, EverstepError, RunNameTaken, RunStopped, TrainingError
+from everstep.errors import (
+    ConfigError,
+    ControllerUnreachable,
+    EverstepError,
+    RunNameTaken,
+    RunStopped,
+    TrainingError,
+)
 from everstep.orchestrator import connect
 from everstep.orchestrator.config import RunConfig
 from everstep.orchestrator.eventlog import check_storage
@@ -66,17 +73,36 @@ def run(train: Callable[[Session], Any], config: RunConfig, *, address: str | No
         address: of the Ray cluster; None: the one Ray finds by itself, as inside `ray job submit`.
 
     Raises:
+        ConfigError: `train` is no function, or cannot be pickled.
         RunNameTaken: a run of that name is live and has a driver.
         TrainingError: user code failed; the message begins with its traceback.
         BudgetExhausted, RunStopped, CannotStart: as their names say.
     """
     connect.connect(address, log_to_driver=True)
-    controller = _start_or_attach(train, config)
+    pickled = _pickled(train)
+    controller = _start_or_attach(pickled, config)
     with _stop_on_signal(controller):
         return _follow(controller, config)
 
 
-def _start_or_attach(train: Callable[[Session], Any], config: RunConfig) -> Any:
+def _pickled(train: Callable[[Session], Any]) -> bytes:
+    """Raises ConfigError for what replicas could not call."""
+    import ray
+
+    if not callable(train):
+        raise ConfigError(
+            f"train = {train!r:.80}: it must be a function that takes the session: def train(run): ..."
+        )
+    try:
+        return bytes(ray.cloudpickle.dumps(train))  # type: ignore[no-untyped-call]
+    except Exception as error:  # whatever the objects it refers to raise
+        raise ConfigError(
+            f"train = {train!r:.80} cannot be sent to the replicas: {error}. It, and what it refers to, must be picklable; "
+            "make models, locks and open files inside of it"
+        ) from error
+
+
+def _start_or_attach(train: bytes, config: RunConfig) -> Any:
     import ray
 
     deadline = time.monotonic() + _ANSWER_S
@@ -105,11 +131,15 @@ def _attachable(controller: Any, config: RunConfig, deadline: float) -> bool:
                 f"a run named {config.name!r} is live on this cluster and has a driver. Choose another name, follow it "
                 f"with `everstep events {config.name} --follow`, or end it with `everstep stop {config.name}`"
             )
-        if connect.ask(controller, "status")["phase"] in ("ending", "ended"):
-            connect.ask(controller, "result")
-            _wait_gone(config.name, deadline)
-            return False
-        return True
+        status = connect.ask(controller, "status")
+        if status["phase"] not in ("ending", "ended"):
+            return True
+        if status["outcome"] == "finished" and not status["collected"]:
+            return True  # its driver was lost before it could read the result: here it is
+        while connect.ask(controller, "result") is None and time.monotonic() < deadline:
+            threading.Event().wait(0.2)
+        _wait_gone(config.name, deadline)
+        return False
     except errors.RunNotFound:
         return False
 
@@ -138,7 +168,7 @@ def _wait_gone(name: str, deadline: float) -> None:
     raise ControllerUnreachable(f"the ended run {name!r} still holds its name; try again in a minute")
 
 
-def _create(train: Callable[[Session], Any], config: RunConfig) -> Any:
+def _create(train: bytes, config: RunConfig) -> Any:
     import ray
 
     from everstep.orchestrator.controller import Controller, ControllerSpec
@@ -158,7 +188,9 @@ def _create(train: Callable[[Session], Any], config: RunConfig) -> Any:
         "resources": {"node:__internal_head__": 0.001},
     }
     spec = ControllerSpec(config=config, token=secrets.token_hex(32))
-    actor = ray.remote(Controller).options(**options).remote(spec, ray.cloudpickle.dumps(train))  # type: ignore[no-untyped-call]
+    actor: Any = ray.remote(Controller).options(**options).remote(spec, train)
+    with contextlib.suppress(ray.exceptions.GetTimeoutError, ray.exceptions.ActorUnavailableError):
+        ray.get(actor.endpoint.remote(), timeout=_ANSWER_S)  # raises what its start raised
     return actor
 
 

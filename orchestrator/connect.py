@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from everstep import errors
-from everstep.errors import ControllerUnreachable, EverstepError, RunNotFound
+from everstep.errors import ControllerUnreachable, EverstepError, InternalError, RunNotFound
 from everstep.orchestrator import environment
 
 NAMESPACE = "everstep"
@@ -135,7 +135,7 @@ def raise_if_error(answer: object) -> None:
 
 def _get(reference: Any, method: str, timeout_s: float) -> Any:
     import ray
-    from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
+    from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
 
     try:
         return ray.get(reference, timeout=timeout_s)
@@ -145,6 +145,8 @@ def _get(reference: Any, method: str, timeout_s: float) -> Any:
         ) from None
     except ActorUnavailableError as error:
         raise ControllerUnreachable(f"the controller cannot be reached just now: {error}") from error
+    except RayTaskError as error:
+        raise InternalError(f"the controller failed in `{method}`: {error}") from error
     except RayActorError as error:
         raise RunNotFound("the run has ended: its controller is gone") from error
 

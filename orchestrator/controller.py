@@ -29,10 +29,10 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from everstep.actors import wire
-from everstep.errors import ConfigError, EverstepError
+from everstep.errors import ConfigError, ControllerUnreachable, EverstepError
 from everstep.orchestrator import connect
 from everstep.orchestrator import events as ev
-from everstep.orchestrator.cluster import ClusterView, cause_of_death, create_replica
+from everstep.orchestrator.cluster import ClusterView, NodeChange, cause_of_death, create_replica
 from everstep.orchestrator.connect import error_answer
 from everstep.orchestrator.core import Core, Phase
 from everstep.orchestrator.core import model as m
@@ -51,6 +51,12 @@ _FLUSH_EVERY_S = 0.5
 _KEEP_EVENTS = 20_000
 DRIVER_SILENCE_S = 5.0
 """A driver asks for events every two seconds; after this long without it, another one may take its place."""
+_SETTLE_S = 8.0
+"""How long a command waits for a controller that came back to know who is there; less than callers wait for an answer."""
+_FIRST_TRY_S = 5.0
+"""How long storage that fails may delay what a driver hears of the end."""
+_LAST_WORDS_S = 30.0
+"""And the end of the run's controller."""
 _LINGER_S = 30.0
 """How long an ended run's controller waits for somebody to read the result."""
 
@@ -99,6 +105,7 @@ class Controller:
         self._loop = asyncio.new_event_loop()
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._launches: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(
             target=self._run, args=(restarted,), name="everstep-controller", daemon=True
         )
@@ -117,15 +124,15 @@ class Controller:
 
     async def scale(self, n: int, by: str) -> dict[str, Any]:
         """Wish for `n` replicas."""
-        return await self._inside(lambda: self._scale(n, by))
+        return await self._inside(lambda: self._scale(n, by), settled=True)
 
     async def drain(self, node: str, by: str) -> dict[str, Any]:
         """Let a node's replicas leave at the next step boundary. `node`: id, prefix of it, host name or address."""
-        return await self._inside(lambda: self._drain(node, by))
+        return await self._inside(lambda: self._drain(node, by), settled=True)
 
     async def stop(self, by: str, now: bool = False) -> dict[str, Any]:
         """End the run."""
-        return await self._inside(lambda: self._stop(by, now))
+        return await self._inside(lambda: self._stop(by, now), settled=not now)
 
     async def events(self, after: int, wait_s: float, driver: bool = False) -> dict[str, Any]:
         """Events from number `after` on, as JSON lines; waits up to `wait_s` for the first of them."""
@@ -193,12 +200,16 @@ class Controller:
         await self._end()
 
     async def _end(self) -> None:
-        self._ended_at = time.monotonic()
+        if self._launches:  # what is being created now would outlive us
+            await asyncio.wait(self._launches, timeout=_LAST_WORDS_S)
         for replica in list(self._actors):
             await self._kill(replica, "the run is over")
-        await self._flush()
-        self._news.set()
         self._lines.close()
+        written = await self._flush_until(_FIRST_TRY_S)
+        self._ended_at = time.monotonic()  # from now on readers are told so
+        self._news.set()
+        if not written:
+            await self._flush_until(_LAST_WORDS_S)
         linger_s = 0.0 if self._driver_gone() else _LINGER_S
         while not self._collected and time.monotonic() - self._ended_at < linger_s:
             self._wake.clear()
@@ -217,13 +228,15 @@ class Controller:
         await asyncio.sleep(10.0)
         return False
 
-    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._task_over)
+        return task
 
     def _task_over(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
+        self._launches.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("run %s: a background task failed", self._config.name, exc_info=error)
 
@@ -244,7 +257,7 @@ class Controller:
         if isinstance(command, m.Send):
             self._lines.send(command.replicas, command.message)
         elif isinstance(command, m.Launch):
-            self._spawn(self._launch(command))
+            self._launches.add(self._spawn(self._launch(command)))
         elif isinstance(command, m.Kill):
             self._spawn(self._kill(command.replica, command.reason))
         else:
@@ -356,7 +369,11 @@ class Controller:
 
     async def _watch_nodes(self) -> None:
         while self._core.phase is not Phase.ENDED:
-            change = await self._loop.run_in_executor(self._pool, self._cluster.look)
+            try:
+                change = await self._loop.run_in_executor(self._pool, self._cluster.look)
+            except Exception as error:  # noqa: BLE001 - whatever Ray's control store answers, the next look may succeed
+                _log.warning("run %s: the cluster's nodes cannot be seen: %r", self._config.name, error)
+                change = NodeChange(draining=(), gone=())
             for node, deadline_s in change.draining:
                 self._feed(m.Drain(node=node, by="the cluster", deadline_s=deadline_s))
             for node in change.gone:
@@ -370,10 +387,21 @@ class Controller:
             await asyncio.sleep(_FLUSH_EVERY_S)
             await self._flush()
 
-    async def _flush(self) -> None:
+    async def _flush_until(self, patience_s: float) -> bool:
+        """Write the run's last events, which nobody will write after us; False if storage did not take them in time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                while not await self._flush():
+                    await asyncio.sleep(1.0)
+                return True
+        return False
+
+    async def _flush(self) -> bool:
+        """Whether all events are written."""
         batch, self._unwritten = self._unwritten, []
         try:
-            await self._loop.run_in_executor(self._slow, self._write, batch)
+            # Shielded: a batch that waits behind a slow one must not be forgotten when we stop waiting for it.
+            await asyncio.shield(self._loop.run_in_executor(self._slow, self._write, batch))
         except Exception as error:  # noqa: BLE001 - any store's error: the events are kept and tried again
             _log.warning(
                 "run %s: events could not be written to %s: %s",
@@ -381,6 +409,8 @@ class Controller:
                 self._config.storage,
                 error,
             )
+            return False
+        return True
 
     def _write(self, batch: list[ev.Event]) -> None:
         """In the storage thread, the only one that touches the log."""
@@ -413,22 +443,38 @@ class Controller:
 
     # ---- commands
 
-    async def _inside(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Run in the controller's loop; errors of the family become answers."""
+    async def _inside(self, work: Callable[[], dict[str, Any]], *, settled: bool = False) -> dict[str, Any]:
+        """Run in the controller's loop; errors of the family become answers. `settled`: not before it is known who is
+        there, for what is promised earlier would be lost if this controller died too."""
 
         async def call() -> dict[str, Any]:
             try:
+                if settled:
+                    await self._until_settled()
                 return work()
             except EverstepError as error:
                 return error_answer(error)
 
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), self._loop))
 
+    async def _until_settled(self) -> None:
+        deadline = time.monotonic() + _SETTLE_S
+        while not self._core.started or self._core.phase is Phase.ADOPTING:
+            if time.monotonic() > deadline:
+                raise ControllerUnreachable(
+                    f"the controller of run {self._config.name!r} has just come back and still hears its replicas; "
+                    "nothing was changed, try again in a moment"
+                )
+            await asyncio.sleep(0.05)
+
     def _status(self) -> dict[str, Any]:
-        return {**status_of(self._core, self._config, self._now(), self._started_wall), "pid": os.getpid()}
+        picture = status_of(self._core, self._config, self._now(), self._started_wall)
+        return {**picture, "pid": os.getpid(), "collected": self._collected}
 
     def _scale(self, n: int, by: str) -> dict[str, Any]:
         limits = self._config.scaling
+        if type(n) is not int:
+            raise ConfigError(f"scale to {n!r}: the number of replicas must be a whole number")
         if not limits.min_replicas <= n <= limits.max_replicas:
             raise ConfigError(
                 f"scale to {n}: run {self._config.name!r} takes {limits.min_replicas} to {limits.max_replicas} "
@@ -436,21 +482,23 @@ class Controller:
             )
         before = self._core.target
         if n != before:
-            self._feed(m.Scale(replicas=n, by=by))
+            self._feed(m.Scale(replicas=n, by=str(by)))
         return {"run": self._config.name, "before": before, "target": n, "world_size": self._world_size()}
 
     def _drain(self, node: str, by: str) -> dict[str, Any]:
+        if not isinstance(node, str):
+            raise ConfigError(f"drain: {node!r} is no node; give its id, host name or address as text")
         matches = self._cluster.find(node)
         if len(matches) != 1:
             known = ", ".join(self._cluster.names()) or "none"
             what = "matches no node" if not matches else f"matches {len(matches)} nodes"
             raise ConfigError(f"drain: {node!r} {what} of the cluster; nodes: {known}")
-        self._feed(m.Drain(node=matches[0], by=by))
+        self._feed(m.Drain(node=matches[0], by=str(by)))
         there = [r.replica for r in self._core.replicas.values() if r.node == matches[0]]
         return {"run": self._config.name, "node": matches[0], "replicas": there}
 
     def _stop(self, by: str, now: bool) -> dict[str, Any]:
-        self._feed(m.Stop(by=by, now=now))
+        self._feed(m.Stop(by=str(by), now=bool(now)))
         return {"run": self._config.name, "step": self._core.step}
 
     def _world_size(self) -> int:

@@ -15,13 +15,15 @@ def status_of(core: Core, config: RunConfig, now_s: float, started_at: float) ->
     """JSON-safe. Times in seconds; `started_at` as unix time."""
     generation = core.generation
     size = len(generation.members) if generation else 0
-    left = core.total - core.step if core.total else None
+    # A controller that came back knows what the replicas have told so far.
+    step = max((hello.status.applied for hello in core.adopting.values()), default=core.step)
+    left = core.total - step if core.total else None
     rate = config.batch.global_batch_size / core.step_s if core.step_s > 0 else 0.0
     return {
         "run": config.name,
         "phase": str(core.phase),
         "outcome": core.outcome or None,
-        "step": core.step,
+        "step": step,
         "total": core.total or None,
         "generation": core.number,
         "world_size": size,

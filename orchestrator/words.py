@@ -75,7 +75,8 @@ def _(event: ev.Recovery) -> str:
         parts.append(f"{count(event.shards_recomputed, 'shard')} computed again")
     if event.bytes_transferred:
         parts.append(f"{amount_bytes(event.bytes_transferred)} transferred")
-    return f"{event.world_size_after} go on: {', '.join(parts)}"
+    why = "" if event.blamed_replica is not None else _because(event.cause)
+    return f"{event.world_size_after} go on{why}: {', '.join(parts)}"
 
 
 @describe.register

@@ -27,7 +27,7 @@ def end(run: RunState, outcome: str, reason: str) -> None:
 
 
 def finish(run: RunState) -> None:
-    end(run, "finished", "")
+    end(run, "finished", run.value_problem)
 
 
 def release(run: RunState, replica: m.Replica, reason: str) -> None:
@@ -72,7 +72,7 @@ def on_finished(run: RunState, event: wire.Finished) -> None:
     if event.applied < run.total:
         left_early(run, event.applied)
     if not run.digest:
-        run.value, run.digest = event.value, event.digest
+        run.value, run.digest, run.value_problem = event.value, event.digest, event.problem
     elif event.digest and event.digest != run.digest:
         end(run, "failed", f"InternalError: replica {event.replica} ended with other state than its peers")
 

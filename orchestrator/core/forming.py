@@ -112,7 +112,7 @@ def send_out(run: RunState, plan: Plan) -> None:
     run.reached = plan.step
     if not plan.final:
         # Whoever had finished is gone, and its last steps with it: without ordered reduction they may come out otherwise.
-        run.value, run.digest = None, ""
+        run.value, run.digest, run.value_problem = None, "", ""
     generation = wire.Generation(
         number=run.number,
         incarnation=run.incarnation,

@@ -53,6 +53,7 @@ class RunState:
         self.outcome = ""
         self.reason = ""
         self.value: Any = None
+        self.value_problem = ""
         self.digest = ""
         self.metrics: dict[str, float] = {}
         self.budget = RestartBudget(limits=settings.budget)
