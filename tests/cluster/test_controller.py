@@ -17,7 +17,7 @@ from everstep.errors import RunNameTaken
 from everstep.orchestrator import connect
 from tests.cluster.conftest import Nodes
 from tests.cluster.harness import Run, config
-from tests.cluster.loops import Loop, samples_by_step
+from tests.cluster.loops import Loop, let_go, samples_by_step
 from tests.waiting import wait_until
 
 
@@ -75,15 +75,19 @@ from tests.cluster.harness import config
 from tests.cluster.loops import Loop
 from pathlib import Path
 result = everstep.run(
-    Loop(folder={folder!r}, steps=100000, compute_s=0.02),
+    Loop(folder={folder!r}, steps={steps}, compute_s=0.02),
     config({name!r}, Path({folder!r}), max_replicas=2, driver_grace_s={grace}),
 )
 """
 
 
-def start_driver(nodes: Nodes, name: str, folder: Path, grace: float) -> subprocess.Popen[bytes]:
+def start_driver(
+    nodes: Nodes, name: str, folder: Path, grace: float, steps: int = 100_000
+) -> subprocess.Popen[bytes]:
     root = str(Path(__file__).resolve().parents[2])
-    code = DRIVER.format(root=root, address=nodes.cluster.address, folder=str(folder), name=name, grace=grace)
+    code = DRIVER.format(
+        root=root, address=nodes.cluster.address, folder=str(folder), name=name, grace=grace, steps=steps
+    )
     return subprocess.Popen([sys.executable, "-c", code], cwd=root)
 
 
@@ -99,6 +103,28 @@ def test_nothing_is_left_after_the_driver_was_killed(nodes: Nodes, name: str, fo
         _, alive = psutil.wait_procs([psutil.Process(p) for p in pids if psutil.pid_exists(p)], timeout=40.0)
         assert not alive
         wait_until(lambda: name not in connect.live_runs(), 60.0)
+    finally:
+        driver.kill()
+        driver.wait(10.0)
+
+
+def test_who_submits_again_gets_the_result_that_a_lost_driver_left(
+    nodes: Nodes, name: str, folder: Path
+) -> None:
+    driver = start_driver(nodes, name, folder, grace=600.0, steps=40)
+    try:
+        wait_until(lambda: name in connect.live_runs(), 60.0)
+        run = connect.find_controller(name)
+        wait_until(lambda: connect.ask(run, "status")["step"] > 3, 60.0)
+        driver.kill()
+        driver.wait(10.0)
+        let_go(folder)
+        wait_until(lambda: connect.ask(run, "status")["phase"] == "ended", 60.0)
+        imports = (folder / "imports.txt").read_text()
+        with Run(Loop(folder=str(folder), steps=40), config(name, folder)) as again:
+            result = again.finish()
+        assert result.steps == 40 and result.digest
+        assert (folder / "imports.txt").read_text() == imports
     finally:
         driver.kill()
         driver.wait(10.0)

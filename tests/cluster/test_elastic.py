@@ -12,6 +12,8 @@ import ray
 
 import everstep
 from everstep.errors import ConfigError
+from everstep.orchestrator.eventlog import read_history
+from everstep.orchestrator.events import RunEnded
 from tests.cluster.conftest import Nodes
 from tests.cluster.harness import Run, config
 from tests.cluster.loops import Loop, samples_by_step
@@ -138,6 +140,17 @@ def test_sigterm_of_a_replica_is_a_planned_departure(
         run.wait_for(lambda e: e.type == "generation_formed" and len(e.replicas) == 2)  # type: ignore[attr-defined]
         result = run.finish()
     assert result.digest == undisturbed[0].digest
+
+
+def test_a_loop_that_is_left_by_break_ends_the_run_also_while_others_join(name: str, folder: Path) -> None:
+    loop = Loop(folder=str(folder), steps=1000, leave_at=60, compute_s=0.05)
+    with Run(loop, config(name, folder, max_replicas=3, replicas=1)) as run:
+        run.wait_step(1)
+        run.ask("scale", 3, "the test")
+        result = run.finish()
+    assert (result.steps, result.value) == (60, None)
+    ended = read_history(run.config.storage, name).events[-1]
+    assert isinstance(ended, RunEnded) and "not JSON-safe" in ended.reason
 
 
 def test_a_spare_replaces_the_dead_at_once_case_18(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,19 @@ import pytest
 import ray
 from torch import nn
 
+import everstep
 from everstep.errors import (
     BudgetExhausted,
+    ConfigError,
     EverstepError,
     LoopError,
     NonFiniteLoss,
     StateMismatch,
     TrainingError,
 )
+from everstep.orchestrator import connect
+from everstep.orchestrator.eventlog import read_history
+from everstep.orchestrator.events import NonFinite
 from tests.cluster.harness import Run, config
 from tests.cluster.loops import Adam, Loop, Numbers
 
@@ -125,4 +131,13 @@ def test_a_broken_rule_is_named(
 def test_a_non_finite_step_can_be_skipped_everywhere(name: str, folder: Path) -> None:
     with Run(diverges, config(name, folder, max_replicas=2, non_finite="skip")) as run:
         assert run.finish().steps == 4
-        assert [e.step for e in run.seen if e.type == "non_finite"] in ([2], [])
+    history = read_history(run.config.storage, name).events
+    assert [e.step for e in history if isinstance(e, NonFinite)] == [2]
+
+
+def test_what_no_replica_could_call_is_refused_before_anything_starts(name: str, folder: Path) -> None:
+    lock = threading.Lock()
+    for train, words in ((5, "must be a function"), (lambda run: lock, "picklable")):
+        with pytest.raises(ConfigError, match=words):
+            everstep.run(train, config(name, folder))  # type: ignore[arg-type]
+    assert name not in connect.live_runs()
