@@ -126,6 +126,8 @@ def adopt_replicas(run: RunState, hellos: dict[int, wire.Hello], newest: wire.Ge
         replica.void = order is not None and i in order.fetch and (
             hello.status.fresh or hello.status.applied < order.step
         )  # fmt: skip
+        if order is not None and i in order.fetch:
+            replica.joined_step = order.step
         gathering.take_identity(run, replica, hello)
         run.add(replica)
         if hello.ready and run.reference is None:

@@ -54,6 +54,8 @@ def on_leaving(run: RunState, event: wire.Leaving) -> None:
 
 def consider_change(run: RunState) -> None:
     """While a generation trains: is it over, or is another membership wanted, and is now the moment?"""
+    if run.total < run.announced:
+        ending.release_uninformed(run)
     if run.all_finished():
         ending.finish(run)
         return

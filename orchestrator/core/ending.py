@@ -70,22 +70,20 @@ def on_finished(run: RunState, event: wire.Finished) -> None:
         generation=run.number, applied=event.applied, fresh=False, done=True, vote=replica.status.vote
     )
     if event.applied < run.total:
-        left_early(run, event.applied)
+        run.total = event.applied  # the loop was left by `break`: the run has so many steps
     if not run.digest:
         run.value, run.digest, run.value_problem = event.value, event.digest, event.problem
     elif event.digest and event.digest != run.digest:
         end(run, "failed", f"InternalError: replica {event.replica} ended with other state than its peers")
 
 
-def left_early(run: RunState, applied: int) -> None:
-    """The loop was left by `break`: the run has so many steps. All who did the last one leave it likewise, but a joiner
-    that came after it cannot know, and waits for them in vain."""
-    run.total = applied
-    generation = run.generation
-    for i in generation.fetch if generation is not None and generation.step == applied else ():
-        if i in run.index[ReplicaState.MEMBER]:
-            run.fetching.discard(i)
-            release(run, run.replicas[i], "the loop was left before it joined")
+def release_uninformed(run: RunState) -> None:
+    """The loop was left by `break`. All who did the last step leave it likewise, but a joiner that came after it cannot
+    know, and waits for them in vain."""
+    for replica in run.by_state(ReplicaState.MEMBER):
+        if replica.joined_step == run.total and not replica.finished:
+            run.fetching.discard(replica.replica)
+            release(run, replica, "the loop was left before it joined")
 
 
 def on_stop(run: RunState, event: m.Stop) -> None:

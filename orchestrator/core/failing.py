@@ -168,6 +168,8 @@ def take_status(run: RunState, replica: m.Replica, status: wire.Status) -> None:
 
 def decide_parked(run: RunState) -> None:
     """Everyone alive has reported."""
+    if run.total < run.announced:
+        ending.release_uninformed(run)
     if run.all_finished():
         ending.finish(run)
         return

@@ -138,6 +138,7 @@ def send_out(run: RunState, plan: Plan) -> None:
     run.fetching = set(plan.fetch)
     for i in plan.fetch:
         run.replicas[i].void = True
+        run.replicas[i].joined_step = plan.step
     run.enter(Phase.FORMING)
     run.awaited = set(plan.members)
     run.deadline = run.now + run.settings.form_timeout_s

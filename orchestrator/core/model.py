@@ -140,6 +140,9 @@ class Replica:
     """It began to fetch a state, into its live weights, and may never have finished: it holds nothing, not even what
     it was initialized with."""
 
+    joined_step: int = -1
+    """Steps in the state that it fetched last. It has not seen how the step before came out."""
+
     @property
     def holds_state(self) -> bool:
         """It holds state of the run, as of its `status`."""

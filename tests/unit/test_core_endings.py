@@ -173,6 +173,21 @@ def test_a_break_ends_the_run_also_where_a_joiner_has_just_entered() -> None:
     assert (stage.core.outcome, stage.core.step) == ("finished", 2)
 
 
+def test_a_break_ends_the_run_also_where_the_joiners_first_generation_broke() -> None:
+    stage = Stage(replicas=3).start()
+    stage.commit()
+    stage.feed(m.Scale(replicas=4, by="a user"))
+    stage.hello(3)
+    stage.commit()
+    assert stage.generation.fetch == (3,)
+    stage.feed(wire.Fetched(replica=3, generation=2, num_bytes=1, seconds=0.1))
+    stage.die(2)
+    assert stage.generation.members == (0, 1, 3) and not stage.generation.fetch
+    for i in (0, 1):
+        stage.feed(wire.Finished(replica=i, applied=2, digest="d", value=None))
+    assert (stage.core.outcome, stage.core.step) == ("finished", 2)
+
+
 def test_who_was_lost_at_a_break_is_not_replaced_and_the_end_stands() -> None:
     stage = Stage(replicas=2).start()
     stage.commit()

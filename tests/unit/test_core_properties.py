@@ -107,7 +107,7 @@ DEFECTS: dict[str, tuple[Any, dict[str, Any]]] = {
          "total": 8},
     ),
     "a joiner waits for those who left the loop": (
-        lambda: mock.patch.object(ending, "left_early", lambda run, applied: None),
+        lambda: mock.patch.object(ending, "release_uninformed", lambda run: None),
         {"faults": {"scale": 3}, "leave_at": 20, "total": 40},
     ),
     "a controller that came back does not wait for leases": (
@@ -388,8 +388,8 @@ class Senseless(RuleBasedStateMachine):
             assert len(set(generation.members)) == len(generation.members) <= 5
             assert set(generation.fetch) <= set(generation.members)
             assert not set(generation.fetch) & set(generation.roll_forward)
-            assert all(i in self.core.index[ReplicaState.MEMBER] for i in generation.members)
-            if not generation.final:
+            if not generation.final:  # after the last step who has finished may be lost, and is not missed
+                assert all(i in self.core.index[ReplicaState.MEMBER] for i in generation.members)
                 shards = sorted(s for part in (*generation.held, *generation.todo) for s in part)
                 assert shards == list(range(V))
         waits = self.core.phase in (Phase.PARKING, Phase.FORMING, Phase.ADOPTING, Phase.ENDING)
