@@ -15,6 +15,7 @@ import click
 import everstep
 from everstep.errors import ConfigError, ControllerUnreachable, EverstepError, RunNotFound
 from everstep.orchestrator import cli_relay, cli_submit, connect, environment
+from everstep.orchestrator.words import count
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -153,7 +154,7 @@ def scale(run: str, replicas: int, address: str | None, as_json: bool) -> None:
     """Let RUN have N replicas from its next step on, as soon as the cluster has room."""
     _at_cluster(address)
     answer = connect.ask(connect.find_controller(run), "scale", replicas, environment.who_asks())
-    _report(answer, as_json, f"run {run}: {replicas} replicas wished" + _now(answer))
+    _report(answer, as_json, f"run {run}: {count(replicas, 'replica')} wished" + _now(answer))
 
 
 @cli.command()

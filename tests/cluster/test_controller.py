@@ -28,7 +28,7 @@ def controller_pid(run: Run) -> int:
 def test_training_goes_on_without_its_controller_cases_3_and_26(name: str, folder: Path) -> None:
     """SIGKILL it; it returns with its state; a kill right afterwards is survived; so is its second death."""
     loop = Loop(folder=str(folder), steps=100, compute_s=0.1)
-    with Run(loop, config(name, folder, backoff_s=0.1)) as run:
+    with Run(loop, config(name, folder, max_replicas=3, backoff_s=0.1)) as run:
         run.wait_step(10)
         before = run.status()
         os.kill(controller_pid(run), signal.SIGKILL)
@@ -41,7 +41,7 @@ def test_training_goes_on_without_its_controller_cases_3_and_26(name: str, folde
         assert after["step"] > before["step"], "training went on meanwhile"
         assert {r["pid"] for r in after["replicas"]} == {r["pid"] for r in before["replicas"]}
         run.kill(run.replicas()[0])
-        run.wait_world(3)
+        run.wait_world(2)
         result = run.finish()
     assert result.steps == 100
     steps = {step for step, _ in samples_by_step(folder)}

@@ -46,22 +46,20 @@ def test_every_sample_once_through_4_3_4_2_case_10(
 
 
 def test_scale_down_and_up_is_one_reform_each_case_14(
-    nodes: Nodes, name: str, folder: Path, undisturbed: tuple[everstep.Result, Any]
+    name: str, folder: Path, undisturbed: tuple[everstep.Result, Any]
 ) -> None:
-    nodes.add()
-    nodes.add()
-    settings = config(name, folder, replicas=4, max_replicas=6, settle_s=6.0)
+    settings = config(name, folder, replicas=3, settle_s=6.0)
     with Run(Loop(folder=str(folder), **LOOP), settings) as run:
-        run.wait_world(4)
-        run.ask("scale", 3, "test")
         run.wait_world(3)
-        run.ask("scale", 6, "test")
-        run.wait_world(6)
-        with pytest.raises(ConfigError, match="7"):
-            run.ask("scale", 7, "test")
+        run.ask("scale", 2, "test")
+        run.wait_world(2)
+        run.ask("scale", 4, "test")
+        run.wait_world(4)
+        with pytest.raises(ConfigError, match="5"):
+            run.ask("scale", 5, "test")
         result = run.finish()
     sizes = [(r.world_size_before, r.world_size_after) for r in result.recoveries]
-    assert sizes == [(4, 3), (3, 6)]
+    assert sizes == [(3, 2), (2, 4)]
     assert all(r.steps_lost == 0 for r in result.recoveries)
     assert result.recoveries[1].bytes_transferred > 0
     assert result.digest == undisturbed[0].digest

@@ -99,7 +99,7 @@ def call(*words: str) -> tuple[int, str]:
 
 def test_a_run_is_submitted_watched_scaled_drained_and_stopped_by_command(nodes: Nodes, folder: Path) -> None:
     at = ("--address", nodes.cluster.address)
-    script = ("--working-dir", str(folder), "--", sys.executable, "train.py", "1000000", "3", "well")
+    script = ("--working-dir", str(folder), "--", sys.executable, "train.py", "1000000", "2", "well")
     submitted = Command(*everstep("submit", "--name", "first", "--address", nodes.dashboard, *script))
 
     def status() -> dict[str, Any]:
@@ -107,16 +107,16 @@ def test_a_run_is_submitted_watched_scaled_drained_and_stopped_by_command(nodes:
         return dict(connect.ask(connect.find_controller("first"), "status")) if connect.live_runs() else {}
 
     try:
-        wait_until(lambda: (status().get("step") or 0) > 2 and status()["world_size"] == 3)
+        wait_until(lambda: (status().get("step") or 0) > 2 and status()["world_size"] == 2)
         code, output = call("status", "first", *at, "--json")
-        assert code == 0 and json.loads(output)["world_size"] == 3, output
+        assert code == 0 and json.loads(output)["world_size"] == 2, output
 
         code, output = call("submit", "--name", "first", "--no-wait", "--address", nodes.dashboard, *script)
         assert (code, "is live" in output) == (0, True), output
 
-        code, output = call("scale", "first", "2", *at)
-        assert (code, "2 replicas wished" in output) == (0, True), output
-        wait_until(lambda: status()["world_size"] == 2)
+        code, output = call("scale", "first", "1", *at)
+        assert (code, "1 replica wished" in output) == (0, True), output
+        wait_until(lambda: status()["world_size"] == 1)
         code, output = call("scale", "first", "9", *at)
         assert code != 0 and "max_replicas" in output and "Traceback" not in output
 
@@ -124,9 +124,6 @@ def test_a_run_is_submitted_watched_scaled_drained_and_stopped_by_command(nodes:
         code, output = call("drain", "first", node[:12], *at)
         assert code == 0, output
         wait_until(lambda: node not in [r["node"] for r in status()["replicas"] if r["rank"] is not None])
-
-        code, output = call("status", *at)
-        assert code == 0 and "first" in output
 
         assert submitted.process.poll() is None, "the job goes on meanwhile"
         code, output = call("stop", "first", *at)
