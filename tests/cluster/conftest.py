@@ -11,6 +11,10 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
+import everstep
+from tests.cluster.harness import Run, config
+from tests.cluster.loops import STEPS, Loop, samples_by_step
+
 _names = itertools.count()
 
 
@@ -65,6 +69,14 @@ def nodes() -> Iterator[Nodes]:
 def whole_cluster(nodes: Nodes) -> None:
     """Each test finds all worker nodes alive."""
     nodes.restore()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> tuple[everstep.Result, Any]:
+    """One replica, nothing happens: what all others must end with. Its result, and its samples by step and shard."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with Run(Loop(folder=str(folder), steps=STEPS), config("undisturbed", folder, max_replicas=1)) as run:
+        return run.finish(), samples_by_step(folder)
 
 
 @pytest.fixture

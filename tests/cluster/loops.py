@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+STEPS = 80
+"""Of every run whose end is compared with the undisturbed one."""
 GO = "go"
 TEMPORARY = "temporary"
 

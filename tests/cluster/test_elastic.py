@@ -16,17 +16,9 @@ from everstep.orchestrator.eventlog import read_history
 from everstep.orchestrator.events import RunEnded
 from tests.cluster.conftest import Nodes
 from tests.cluster.harness import Run, config
-from tests.cluster.loops import Loop, samples_by_step
+from tests.cluster.loops import STEPS, Loop, samples_by_step
 
-STEPS = 80
 LOOP: dict[str, Any] = {"steps": STEPS, "compute_s": 0.1}
-
-
-@pytest.fixture(scope="module")
-def undisturbed(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> tuple[everstep.Result, Any]:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    with Run(Loop(folder=str(folder), steps=STEPS), config("still", folder, max_replicas=1)) as run:
-        return run.finish(), samples_by_step(folder)
 
 
 def test_every_sample_once_through_4_3_4_2_case_10(
@@ -140,6 +132,7 @@ def test_sigterm_of_a_replica_is_a_planned_departure(
     assert result.digest == undisturbed[0].digest
 
 
+@pytest.mark.soak  # on the core alone in tests/unit/test_core_endings.py
 def test_a_loop_that_is_left_by_break_ends_the_run_also_while_others_join(name: str, folder: Path) -> None:
     loop = Loop(folder=str(folder), steps=1000, leave_at=60, compute_s=0.05)
     with Run(loop, config(name, folder, max_replicas=3, replicas=1)) as run:

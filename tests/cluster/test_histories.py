@@ -13,9 +13,8 @@ import pytest
 import everstep
 from tests.cluster.conftest import Nodes
 from tests.cluster.harness import Run, config
-from tests.cluster.loops import Loop, samples_by_step
+from tests.cluster.loops import STEPS, Loop, samples_by_step
 
-STEPS = 100
 ACTIONS = (
     "kill",
     "kill",
@@ -28,13 +27,6 @@ ACTIONS = (
     "lose node",
     "add node",
 )
-
-
-@pytest.fixture(scope="module")
-def undisturbed(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> tuple[everstep.Result, Any]:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    with Run(Loop(folder=str(folder), steps=STEPS), config("calm", folder, max_replicas=1)) as run:
-        return run.finish(), samples_by_step(folder)
 
 
 def act(action: str, run: Run, nodes: Nodes, chance: random.Random) -> None:
