@@ -94,9 +94,11 @@ def choose(
     newest = max(r.status.applied for r in holders)
     current = [r for r in holders if r.status.applied == newest]
     vote = next((r.status.vote for r in current if r.status.vote), "")
-    # Without the vote's result nobody can roll forward.
-    behind = [r for r in holders if vote and r.status.applied == newest - 1 and r.status.reduced]
-    holding = {r.replica for r in current} | {r.replica for r in behind}
+    # Without the vote's result nobody can roll forward. Mostly nobody is behind, and in a large run each look at all costs.
+    late = len(current) < len(holders)
+    behind = [r for r in holders if late and vote and r.status.applied == newest - 1 and r.status.reduced]
+    holding = {r.replica for r in current}
+    holding.update(r.replica for r in behind)
     final = bool(total) and newest >= total
     if final:
         members = [r for r in survivors if r.replica in holding]
@@ -111,7 +113,7 @@ def choose(
     serving = tuple(r.replica for r in (*current, *behind) if r.replica in inside)
     roll_forward = tuple(r.replica for r in behind if r.replica in inside)
     # A step late, with or without the reduced gradient: the loop there has not heard that step's metrics.
-    told = any(r.holds_state and r.status.applied < newest for r in members)
+    told = late and any(r.holds_state and r.status.applied < newest for r in members)
     if final:
         nothing: _Shards = tuple(() for _ in ids)
         held, todo, ranges = nothing, nothing, tuple((0, 0) for _ in ids)
