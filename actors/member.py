@@ -68,6 +68,7 @@ class Member:
         self._faulted = 0
         """Newest generation in which this replica cannot go on."""
         self._pause = 0
+        self._snapshot = 0
         self._incarnation = 0
         self.peers: tuple[tuple[str, int], ...] = ()
         """Transfer addresses of some who trained when this replica came to the run."""
@@ -126,6 +127,16 @@ class Member:
         """The controller asked for a pause at the next boundary of this generation."""
         entered = self._entered
         return entered is not None and self._pause == entered.generation.number
+
+    @property
+    def snapshot_wanted(self) -> bool:
+        """The controller asked for a checkpoint in this generation, and none was taken since."""
+        entered = self._entered
+        return entered is not None and self._snapshot == entered.generation.number
+
+    def snapshot_taken(self) -> None:
+        """It was."""
+        self._snapshot = 0
 
     def announce_ready(self, signature: tuple[str, ...], digest: str, total: int) -> None:
         """The model is built, the loop begins: this replica can be taken into a generation."""
@@ -256,6 +267,16 @@ class Member:
             )
         )
 
+    def refused(self, number: int, step: int, reason: str) -> None:
+        """The checkpoint of `step` cannot be used."""
+        self._link.send(
+            wire.Refused(replica=self.identity.replica, generation=number, step=step, reason=reason)
+        )
+
+    def no_part(self, step: int, attempt: str, reason: str) -> None:
+        """This replica's part of a checkpoint will not come."""
+        self._link.send(wire.NoPart(replica=self.identity.replica, step=step, attempt=attempt, reason=reason))
+
     def park_at_boundary(self) -> None:
         """All agreed in the vote to pause after this step: promise and report."""
         with self._cond:
@@ -373,6 +394,9 @@ class Member:
         elif isinstance(message, wire.Pause):
             if message.incarnation >= self._incarnation:
                 self._pause = message.generation
+        elif isinstance(message, wire.Snapshot):
+            if message.incarnation >= self._incarnation:
+                self._snapshot = message.generation
         elif isinstance(message, wire.Form):
             self._on_form(message)
         elif isinstance(message, wire.Keep):

@@ -108,6 +108,14 @@ class Registry:
                     overrides.setdefault(name, {})[full[len(name) + 1 :]] = tensor
         return overrides
 
+    def steady_tensors(self) -> list[Tensor]:
+        """Tensors that change in `update` alone: parameters, and what the optimizers keep for them."""
+        steady: list[Tensor] = [parameter.detach() for _, parameter in self.named_parameters()]
+        for optimizer in self._optimizers:
+            for kept in optimizer.state.values():
+                steady += [value for value in kept.values() if isinstance(value, Tensor)]
+        return steady
+
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss as it goes into backward."""
         return loss if self._scaler is None else self._scaler.scale(loss)

@@ -102,6 +102,7 @@ class Replica:
             function: Callable[[Session], Any] = ray.cloudpickle.loads(train)
             value = function(session)
             session.check_trained()
+            session.checkpoint_at_end()
             self._member.loop_done()
             self._member.finished(session.state_digest(), *_json_safe(value))
             self._wait_until_released()
@@ -117,6 +118,7 @@ class Replica:
             session.explain(error)
             self._report(error, fatal=False)
         finally:
+            session.close()
             self._leave()
 
     def watch(self) -> None:

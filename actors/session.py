@@ -18,7 +18,6 @@ through `actors.member`.
 from __future__ import annotations
 
 import base64
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -31,21 +30,21 @@ from everstep.actors import wire
 from everstep.actors.data import ShardSource, make_source
 from everstep.actors.data_common import seed_generators
 from everstep.actors.groups.pending import PendingGroup
+from everstep.actors.intake import Intake
 from everstep.actors.member import Member
 from everstep.actors.order import Order
 from everstep.actors.progress import Positions, Progress
 from everstep.actors.reduction import Reducer
 from everstep.actors.registry import Registry
+from everstep.actors.snapshots import Snapshots
 from everstep.actors.step import Step
-from everstep.actors.transfer import Fetch, StateServer, ask_shape
+from everstep.actors.transfer import StateServer
 from everstep.actors.vote import Ballot, Outcome
 from everstep.errors import (
     Fenced,
     GroupBroken,
     LoopError,
     NonFiniteLoss,
-    StateError,
-    StateMismatch,
     TransferFailed,
 )
 from everstep.policies.seeds import derive_seed
@@ -54,9 +53,6 @@ from everstep.policies.straggler import smoothed
 if TYPE_CHECKING:
     from everstep.actors.groups import Group
     from everstep.orchestrator.config import RunConfig
-
-_log = logging.getLogger(__name__)
-_FETCH_DEADLINE_S = 600.0
 
 
 class Session:
@@ -78,8 +74,9 @@ class Session:
         self._ballot: Ballot | None = None
         self._group: Group | None = None
         self._generation: wire.Generation | None = None
-        self._fetch: Fetch | None = None
+        self._intake = Intake(member, self._registry)
         self._described = False
+        self._snapshots = Snapshots(config, member, self._registry)
         self._step: Step | None = None
         self._todo: list[int] = []
         self._shares: list[list[int]] = []
@@ -214,20 +211,8 @@ class Session:
         self._ballot = Ballot(self._reducer.num_bits, batch.logical_shards)
         registry.add_internal(everstep_session=Progress(self))
         signature = (*registry.state.signature(), f"reduction {self._reducer.signature}")
-        self._make_room()
+        self._intake.make_room()
         self._member.announce_ready(signature, registry.state.digest(self._snapshot()), self._total)
-
-    def _make_room(self) -> None:
-        """A joiner allocates what it will receive now, while nobody waits for it."""
-        token = self._member.identity.token.encode()
-        shape = ask_shape(self._member.peers, token)
-        if shape is not None:
-            self._fetch = Fetch("", self._registry.state, token)
-            try:
-                self._fetch.prepare(shape)
-            except (StateError, StateMismatch) as error:
-                self._fetch = None
-                _log.warning("run %s: room for the state of the peers cannot be made: %s", self.name, error)
 
     def _loop(self) -> Iterator[Step]:
         self._enter_next()
@@ -256,10 +241,13 @@ class Session:
         generation, me = order.generation, self._member.identity.replica
         assert self._reducer is not None and self._source is not None
         self._group = None
+        self._snapshots.settle()  # what is fetched is received into the live memory
         if me in generation.roll_forward and self._member.applied == generation.step - 1:
             self._roll_forward(generation)
         elif self._member.applied == generation.step and me not in generation.fetch:
             self._reducer.discard()
+        if me in generation.restore:
+            self._restore(generation)
         if me in generation.fetch:
             self._fetch_state(generation, order)
         elif generation.fetch:
@@ -321,28 +309,34 @@ class Session:
 
     def _fetch_state(self, generation: wire.Generation, order: Order) -> None:
         self._member.moved("fetch")
-        if self._fetch is None:
-            self._fetch = Fetch(
-                generation.version, self._registry.state, self._member.identity.token.encode()
-            )
-        elif self._fetch.version != generation.version:
-            self._fetch.retarget(generation.version)
-        sources = [a for a in generation.sources if a != self._member.identity.transfer]
-        result = self._fetch.run(
-            sources, order.cancel, _FETCH_DEADLINE_S, moved=partial(self._member.moved, "fetch")
-        )
-        self._fetch.load()
-        self._fetch = None
-        self._registry.after_load()
-        assert self._reducer is not None
-        self._reducer.reload_buffers()
-        self._reducer.start_step()
-        self._member.adopt_state(generation)
+        result = self._intake.fetch(order)
+        self._loaded(generation)
         if generation.vote:
             assert self._ballot is not None
             data = base64.b64decode(generation.vote)
             self._tell_metrics(generation.step - 1, self._ballot.read(self._ballot.parse(data)))
         self._member.fetched(generation.number, result.num_bytes, result.seconds)
+
+    def _loaded(self, generation: wire.Generation) -> None:
+        """The state with which the generation begins is in the live objects. Raises Fenced."""
+        assert self._reducer is not None
+        self._registry.after_load()
+        self._reducer.reload_buffers()
+        self._reducer.start_step()
+        self._member.adopt_state(generation)
+
+    def _restore(self, generation: wire.Generation) -> None:
+        """Read the state from its checkpoint. Raises Fenced, GroupBroken."""
+        self._member.moved("fetch")
+        begin = time.monotonic()
+        num_bytes = self._snapshots.restore(generation)
+        self._loaded(generation)
+        self._member.fetched(generation.number, num_bytes, time.monotonic() - begin)
+
+    def _settle(self) -> None:
+        """The state is about to change: whoever still copies or reads it must be done."""
+        self._snapshots.settle()
+        self._server.withdraw()
 
     def _snapshot(self) -> Any:
         assert self._reducer is not None
@@ -395,6 +389,8 @@ class Session:
                 continue
             self._apply(step.number, outcome, clip)
             self._tell_metrics(step.number, outcome)
+            if outcome.snapshot and self._generation is not None:
+                self._snapshots.take(step.number + 1, self._generation, self._snapshot())
             if outcome.pause:
                 self._member.park_at_boundary()
                 self._enter_next()
@@ -438,6 +434,8 @@ class Session:
                 pause=self._member.pause_wanted,
                 non_finite=step._non_finite(),
                 metrics=numbers,
+                snapshot=self._snapshots.due(step.number + 1, self.rank),
+                busy=self._snapshots.busy,
             )
             total = self._vote(vote)
             summed = self._ballot.read(total, numbers).bits
@@ -471,7 +469,7 @@ class Session:
         assert self._reducer is not None and self._source is not None
         self._member.moved("apply")
         skip = outcome.non_finite and self.config.failure.non_finite == "skip"
-        self._server.withdraw()  # whoever still reads would get half of the old state and half of the new one
+        self._settle()
         self._reducer.install(outcome.bits)
         self._registry.update(skip=skip, clip_norm=clip[0], clip_value=clip[1])
         self._source.committed(step)
@@ -488,6 +486,8 @@ class Session:
             samples=self._source.samples(step),
             step_s=now - self._committed_at,
             skipped=skip,
+            snapshot=outcome.snapshot,
+            thinned=outcome.thinned,
         )
         self._committed_at = now
         self._member.committed(record, speak=self.rank == 0)
@@ -497,6 +497,10 @@ class Session:
         self._member.end_shard(shard)
         before = self._member.compute_s
         self._member.compute_s = smoothed(before if before > 0 else None, seconds)
+
+    def close(self) -> None:
+        """The replica leaves."""
+        self._snapshots.close()
 
     def explain(self, error: BaseException) -> None:
         """A note for the user, where an error of the loop has a cause that cannot be seen in it."""
@@ -514,6 +518,10 @@ class Session:
             )
         if self._member.applied == 0:
             raise LoopError("the train function returned before its first step was committed")
+
+    def checkpoint_at_end(self) -> None:
+        """The loop is over: what it came to goes to storage, as the run's configuration wants it."""
+        self._snapshots.at_end(self._member.applied, self._generation, self._snapshot())
 
     def state_digest(self) -> str:
         """xxh3_128 (hex) over all registered state; equal on two replicas iff their state is bit for bit the same."""

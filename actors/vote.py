@@ -15,6 +15,7 @@ import math
 import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ MAX_METRICS = 16
 MAX_NAME_BYTES = 1024
 """Of all names of one step, UTF-8, with one byte between two."""
 _NAME_WORDS = MAX_NAME_BYTES // 4  # four bytes each: sums over two million replicas are exact
-_VOTERS, _PAUSE, _NON_FINITE, _NAMES_HASH, _NAMERS, _BITS = range(6)
+_VOTERS, _PAUSE, _NON_FINITE, _SNAPSHOT, _BUSY, _NAMES_HASH, _NAMERS, _BITS = range(8)
 
 
 class Ballot:
@@ -44,6 +45,8 @@ class Ballot:
         pause: bool,
         non_finite: bool,
         metrics: Mapping[str, Mapping[int, tuple[float, float]]],
+        snapshot: bool = False,
+        busy: bool = False,
     ) -> Tensor:
         """This replica's vote.
 
@@ -52,6 +55,8 @@ class Ballot:
             pause: ask everybody to park after this step.
             non_finite: a loss here was NaN or infinite.
             metrics: name → shard → (weight, value).
+            snapshot: ask everybody to keep the state after this step for a checkpoint.
+            busy: this replica cannot, because it still has one.
 
         Returns: float64 [length] on the CPU, to be summed over the generation. Raises LoopError for too many metrics.
         """
@@ -68,6 +73,7 @@ class Ballot:
         vote[_VOTERS] = 1.0
         vote[_PAUSE] = float(pause)
         vote[_NON_FINITE] = float(non_finite)
+        vote[_SNAPSHOT], vote[_BUSY] = float(snapshot), float(busy)
         if any(metrics.values()):
             vote[_NAMES_HASH], vote[_NAMERS] = _hash(packed), 1.0
             vote[self._names] = torch.tensor(
@@ -88,6 +94,8 @@ class Ballot:
         return Outcome(
             pause=bool(total[_PAUSE] > 0),
             non_finite=bool(total[_NON_FINITE] > 0),
+            snapshot=bool(total[_SNAPSHOT] > 0 and total[_BUSY] == 0),
+            thinned=bool(total[_SNAPSHOT] > 0 and total[_BUSY] > 0),
             bits=total[_BITS : _BITS + self._num_bits].to(torch.int64),
             metrics=self._means(self._table(total), names),
         )
@@ -129,16 +137,17 @@ class Ballot:
         return means
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """A vote's conclusions."""
 
-    __slots__ = ("bits", "metrics", "non_finite", "pause")
-
-    def __init__(self, *, pause: bool, non_finite: bool, bits: Tensor, metrics: dict[str, float]) -> None:
-        self.pause = pause
-        self.non_finite = non_finite
-        self.bits = bits
-        self.metrics = metrics
+    pause: bool
+    non_finite: bool
+    snapshot: bool
+    thinned: bool
+    """A snapshot was asked for, but somebody is busy with the one before."""
+    bits: Tensor
+    metrics: dict[str, float]
 
 
 def _total(values: Sequence[float]) -> float:

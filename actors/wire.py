@@ -47,6 +47,8 @@ class Generation:
     (base64)."""
     final: bool = False
     """The last step is history: no group is formed, only laggards catch up."""
+    restore: tuple[int, ...] = ()
+    """Replica ids that read the state of `step` from its checkpoint; those in `fetch` then have it from them."""
 
     @property
     def version(self) -> str:
@@ -74,6 +76,10 @@ class Record:
     samples: int
     step_s: float
     skipped: bool = False
+    snapshot: bool = False
+    """Its members keep the state after this step for a checkpoint."""
+    thinned: bool = False
+    """They should have, but were still busy with the one before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +219,28 @@ class Fetched(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Refused(Message):
+    """The checkpoint that this replica was to read is not what was written."""
+
+    kind: ClassVar[str] = "refused"
+    replica: int
+    generation: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoPart(Message):
+    """This replica's part of a checkpoint will not come."""
+
+    kind: ClassVar[str] = "no_part"
+    replica: int
+    step: int
+    attempt: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Committed(Message):
     """A step is history. Sent by rank 0; others keep the record until it is acknowledged."""
 
@@ -309,6 +337,15 @@ class Pause(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot(Message):
+    """Ask all to keep the state after the next step for a checkpoint."""
+
+    kind: ClassVar[str] = "snapshot"
+    generation: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Form(Message):
     """Enter this generation."""
 
@@ -350,6 +387,8 @@ _KINDS: dict[str, type[Any]] = {
         Parked,
         Formed,
         Fetched,
+        Refused,
+        NoPart,
         Committed,
         UserFailed,
         Finished,
@@ -359,6 +398,7 @@ _KINDS: dict[str, type[Any]] = {
         Ack,
         Abort,
         Pause,
+        Snapshot,
         Form,
         Keep,
         Release,

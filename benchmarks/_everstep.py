@@ -71,6 +71,8 @@ def main() -> None:
         failure=everstep.FailureConfig(process_crashes=None, unknown=None, backoff_s=0.1, backoff_cap_s=0.5),
         # A contender that waits for its turn is no hang.
         detection=everstep.DetectionConfig(hang_floor_s=600.0),
+        # It recovers from the survivors; what checkpoints cost is measured by benchmarks.checkpoint.
+        checkpoint=everstep.CheckpointConfig(every_s=None),
         reduction=options.reduction,
         storage=options.storage,
     )  # fmt: skip

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from everstep.orchestrator.api import Result as Result
     from everstep.orchestrator.api import run as run
     from everstep.orchestrator.config import BatchConfig as BatchConfig
+    from everstep.orchestrator.config import CheckpointConfig as CheckpointConfig
     from everstep.orchestrator.config import DetectionConfig as DetectionConfig
     from everstep.orchestrator.config import FailureConfig as FailureConfig
     from everstep.orchestrator.config import RunConfig as RunConfig
@@ -28,6 +29,7 @@ _HOMES = {
     "RunConfig": "everstep.orchestrator.config",
     "ScalingConfig": "everstep.orchestrator.config",
     "BatchConfig": "everstep.orchestrator.config",
+    "CheckpointConfig": "everstep.orchestrator.config",
     "FailureConfig": "everstep.orchestrator.config",
     "DetectionConfig": "everstep.orchestrator.config",
 }

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from everstep import errors
+from everstep.actors.places import checkpoints_url
 from everstep.errors import (
     ConfigError,
     ControllerUnreachable,
@@ -175,7 +176,11 @@ def _create(train: bytes, config: RunConfig) -> Any:
 
     # Behind a Ray client this machine may see other folders than the cluster.
     if not ray.util.client.ray.is_connected():  # type: ignore[no-untyped-call]
-        check_storage(config.storage, config.name)
+        check_storage(config.storage, config.name, config.checkpoint.storage_options)
+        if config.checkpoint.wanted:
+            from everstep.checkpoint.store import open_store
+
+            open_store(checkpoints_url(config), config.checkpoint.storage_options).check()
     options: dict[str, Any] = {
         "name": connect.controller_name(config.name),
         "namespace": connect.NAMESPACE,

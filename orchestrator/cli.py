@@ -15,6 +15,7 @@ import click
 import everstep
 from everstep.errors import ConfigError, ControllerUnreachable, EverstepError, RunNotFound
 from everstep.orchestrator import cli_relay, cli_submit, connect, environment
+from everstep.orchestrator.cli_checkpoints import checkpoints
 from everstep.orchestrator.words import count
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -200,6 +201,9 @@ def events(
         run, storage, lambda: _at_cluster(address), follow=follow, steps=steps, as_json=as_json
     ):
         click.echo(text)
+
+
+cli.add_command(checkpoints)
 
 
 def _at_cluster(address: str | None) -> None:

@@ -18,6 +18,7 @@ from everstep.orchestrator import connect
 from everstep.policies.budget import FailureClass
 
 if TYPE_CHECKING:
+    from everstep.actors.keeper import KeeperSpec
     from everstep.orchestrator.config import RunConfig
 
 
@@ -64,6 +65,32 @@ def create_replica(
     )
     actor: Any = ray.remote(Replica).options(**options).remote(spec)
     return actor, actor.live.remote(train)
+
+
+def create_keeper(spec: KeeperSpec) -> Any:
+    """Create the keeper of a node, or find the one that a former controller made. Raises RayError, ValueError."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from everstep.actors.keeper import Keeper
+
+    options: dict[str, Any] = {
+        "name": spec.name,
+        "namespace": connect.NAMESPACE,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "max_restarts": -1,
+        "num_cpus": 0,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(spec.node, soft=False),
+    }
+    return ray.remote(Keeper).options(**options).remote(spec)
+
+
+def end_actors(prefix: str) -> None:
+    """End every actor of ours whose name begins so. Raises RayError."""
+    for named in ray.util.list_named_actors(all_namespaces=True):
+        if named["namespace"] == connect.NAMESPACE and named["name"].startswith(prefix):
+            with contextlib.suppress(ValueError, ray.exceptions.RayError):  # gone meanwhile
+                ray.kill(ray.get_actor(named["name"], namespace=connect.NAMESPACE), no_restart=True)
 
 
 # Ray's own words. They also mention the OOM killer for every SIGKILL, so that one proves nothing.

@@ -200,6 +200,54 @@ class DetectionConfig:
         _check_order("detection", self, "heartbeat_s", "hang_floor_s", 1.0)
 
 
+@section("checkpoint")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """When the state goes to storage, beside the training, and how much of it stays there. Raises ConfigError.
+
+    A checkpoint costs the loop a copy of each replica's part of the state. Lost replicas are replaced from the memory of
+    the others; checkpoints are for when all are lost.
+    """
+
+    every_s: float | None = 600.0
+    """Seconds between two checkpoints. Ten minutes: what a whole cluster's loss costs at most. None: not by time."""
+    every_steps: int | None = None
+    """Also after each so many steps. One that is due while the last is still being written is left out, and said."""
+    at_end: bool = True
+    """Also after the last step: what was trained is in storage when the run has finished."""
+    keep_last: int = 3
+    """So many of the newest stay. One to use, one if that turns out damaged, one more."""
+    keep_every: int | None = None
+    """Also those whose step is a multiple of this. None: no others."""
+    bytes_per_s: float | None = None
+    """Bound on what each node writes. None: as fast as the storage takes it."""
+    resume: Literal["auto", "never"] = "auto"
+    """`auto`: a run begins with the newest whole checkpoint of its name, if there is one. `never`: with step 0; there must
+    be no checkpoint of its name then."""
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
+    """For the fsspec filesystem of `storage`. Prefer the environment variables of the store's own tools: what stands here is
+    kept in the run's configuration."""
+
+    def __post_init__(self) -> None:
+        rules = {
+            "every_s": number(above=0, optional=True),
+            "every_steps": whole(1, optional=True),
+            "at_end": instance(bool),
+            "keep_last": whole(1),
+            "keep_every": whole(1, optional=True),
+            "bytes_per_s": number(above=0, optional=True),
+            "resume": one_of("auto", "never"),
+            "storage_options": instance(Mapping),
+        }
+        check(self, "checkpoint", rules)
+        object.__setattr__(self, "storage_options", dict(self.storage_options))
+
+    @property
+    def wanted(self) -> bool:
+        """Whether any checkpoint will be written."""
+        return self.every_s is not None or self.every_steps is not None
+
+
 @section("")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
@@ -216,6 +264,8 @@ class RunConfig:
     """How much may go wrong before the run gives up."""
     detection: DetectionConfig = field(default_factory=DetectionConfig)
     """How long to wait for whom."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """When the state goes to storage."""
     seed: int = 0
     """Data order and random numbers hang on it, the step and the logical shard alone. 0 to 2^63 - 1."""
     reduction: Literal["ordered", "fast"] = "ordered"
@@ -223,7 +273,7 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where replicas compute. `auto`: cuda when `resources_per_replica` asks for a GPU, else cpu."""
     storage: str = field(default_factory=environment.default_storage)
-    """Where the run's event log is kept: an absolute path or an fsspec URL such as `s3://bucket/runs`. Default:
+    """Where the run's events and checkpoints are kept: an absolute path or an fsspec URL such as `s3://bucket/runs`. Default:
     `EVERSTEP_STORAGE`, else `~/everstep`. On several machines it must be a place that all of them see."""
     bucket_bytes: int = 25 * 2**20
     """Gradient bytes that are reduced together while backward goes on. 25 MiB, as in torch's own DDP."""
@@ -245,6 +295,7 @@ class RunConfig:
                 "batch": instance(BatchConfig),
                 "failure": instance(FailureConfig),
                 "detection": instance(DetectionConfig),
+                "checkpoint": instance(CheckpointConfig),
                 "seed": whole(0, below=2**63),
                 "reduction": one_of("ordered", "fast"),
                 "device": one_of("auto", "cpu", "cuda"),
@@ -294,6 +345,7 @@ _SECTIONS: Mapping[str, type] = {
     "batch": BatchConfig,
     "failure": FailureConfig,
     "detection": DetectionConfig,
+    "checkpoint": CheckpointConfig,
 }
 
 

@@ -35,6 +35,11 @@ def replica_name(run: str, replica: int) -> str:
     return f"everstep:{run}:replica-{replica}"
 
 
+def keeper_name(run: str, node: str) -> str:
+    """The actor that writes a node's parts of a run's checkpoints."""
+    return f"everstep:{run}:keeper-{node}"
+
+
 def connect(address: str | None = None, *, log_to_driver: bool = False) -> None:
     """Joins a running cluster; does nothing in a process that has joined one.
 

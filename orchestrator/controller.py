@@ -29,10 +29,19 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from everstep.actors import wire
+from everstep.actors.keeper import KeeperSpec
+from everstep.actors.places import checkpoints_url
 from everstep.errors import ConfigError, ControllerUnreachable, EverstepError
 from everstep.orchestrator import connect
 from everstep.orchestrator import events as ev
-from everstep.orchestrator.cluster import ClusterView, NodeChange, cause_of_death, create_replica
+from everstep.orchestrator.cluster import (
+    ClusterView,
+    NodeChange,
+    cause_of_death,
+    create_keeper,
+    create_replica,
+    end_actors,
+)
 from everstep.orchestrator.connect import error_answer
 from everstep.orchestrator.core import Core, Phase
 from everstep.orchestrator.core import model as m
@@ -44,6 +53,7 @@ from everstep.policies.budget import FailureClass
 
 if TYPE_CHECKING:
     from everstep.orchestrator.config import RunConfig
+    from everstep.orchestrator.vault import Vault
 
 _log = logging.getLogger(__name__)
 _NODES_EVERY_S = 1.0
@@ -51,6 +61,7 @@ _FLUSH_EVERY_S = 0.5
 _KEEP_EVENTS = 20_000
 DRIVER_SILENCE_S = 5.0
 """A driver asks for events every two seconds; after this long without it, another one may take its place."""
+_VAULT_AGAIN_S = 10.0
 _SETTLE_S = 8.0
 """How long a command waits for a controller that came back to know who is there; less than callers wait for an answer."""
 _FIRST_TRY_S = 5.0
@@ -82,7 +93,7 @@ class Controller:
         self._train = train
         self._config = spec.config
         self._started_wall, self._started_mono = time.time(), time.monotonic()
-        self._incarnation = time.time_ns()
+        self._incarnation = time.time_ns() // 1_000_000
         self._core = Core(settings_of(spec.config))
         self._lines = Lines(self._on_line, self._on_line_lost)
         self._actors: dict[int, Any] = {}
@@ -91,13 +102,26 @@ class Controller:
         self._first_event = time.time_ns() // 1_000_000 if restarted else 0
         self._news = asyncio.Event()
         self._unwritten: list[ev.Event] = []
-        self._log = EventLog(spec.config.storage, spec.config.name, incarnation=self._incarnation)
+        self._log = EventLog(
+            spec.config.storage,
+            spec.config.name,
+            incarnation=self._incarnation,
+            options=spec.config.checkpoint.storage_options,
+        )
         self._driver_seen = time.monotonic()
         self._ready = threading.Event()
         self._ended_at: float | None = None
         self._collected = False
         self._cluster = ClusterView()
         self._store: Any = None
+        self._vault: Vault | None = None
+        self._nodes: set[str] = set()
+        """On which replicas have been."""
+        self._keepers: dict[str, Any] = {}
+        """By node; None while one is being made, or could not be."""
+        self._writing = concurrent.futures.ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="everstep-vault"
+        )
         self._pool = concurrent.futures.ThreadPoolExecutor(max_workers=8, thread_name_prefix="everstep-ray")
         self._slow = concurrent.futures.ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="everstep-storage"
@@ -146,6 +170,10 @@ class Controller:
         """True if a driver has asked for events lately."""
         return time.monotonic() - self._driver_seen < DRIVER_SILENCE_S
 
+    async def part(self, report: dict[str, Any]) -> None:
+        """A keeper has written a replica's part of a checkpoint."""
+        await self._inside(lambda: self._part(report))
+
     async def result(self) -> dict[str, Any] | None:
         """Outcome and numbers of an ended run; None while it goes on. Reading it lets the controller go."""
         answer = await self._inside(self._result)
@@ -169,6 +197,8 @@ class Controller:
         # torch is needed for the rendezvous store alone; it is imported while the replicas import theirs.
         self._store, self._core.store = await self._loop.run_in_executor(self._pool, _start_store, host)
         self._ready.set()
+        if self._config.checkpoint.wanted:
+            self._spawn(self._open_vault(restarted))
         self._spawn(self._watch_nodes())
         self._spawn(self._flush_forever())
         await self._tick_forever()
@@ -176,18 +206,45 @@ class Controller:
     async def _begin(self, restarted: bool) -> None:
         prefix = connect.replica_name(self._config.name, 0)[:-1]
         found = await self._loop.run_in_executor(self._pool, _named_replicas, prefix)
+        wanted = self._config.checkpoint.wanted
         if not restarted and not found:
-            self._feed(m.Start(incarnation=self._incarnation))
-            self._record(ev.RunStarted(incarnation=self._incarnation, config=self._config.to_dict()))
+            self._feed(m.Start(incarnation=self._incarnation, search=wanted))
+            self._record(ev.RunStarted(incarnation=self._incarnation, config=self._public_config()))
             return
         for replica in found:
             self._actors[replica] = await self._loop.run_in_executor(
                 self._pool,
                 functools.partial(ray.get_actor, f"{prefix}{replica}", namespace=connect.NAMESPACE),
             )
-        self._feed(m.Adopt(incarnation=self._incarnation, replicas=tuple(found)))
+        self._feed(m.Adopt(incarnation=self._incarnation, replicas=tuple(found), search=wanted))
         for replica, actor in self._actors.items():
             self._watch(replica, actor.watch.remote())
+
+    async def _open_vault(self, restarted: bool) -> None:
+        """Find the newest checkpoint. A first start cannot do without; a controller that came back tries for ever, as
+        nobody needs it while replicas live."""
+        self._vault = await self._loop.run_in_executor(self._writing, _make_vault, self._config)
+        while True:
+            try:
+                step = await self._loop.run_in_executor(
+                    self._writing, self._vault.open, self._incarnation, not restarted
+                )
+            except EverstepError as error:
+                if not restarted:
+                    self._feed(m.Fail(reason=f"{type(error).__name__}: {error}"))
+                    return
+                _log.warning("run %s: %s", self._config.name, error)
+                await asyncio.sleep(_VAULT_AGAIN_S)
+            else:
+                self._feed(m.CheckpointFound(step=step))
+                return
+
+    def _public_config(self) -> dict[str, Any]:
+        """For the run's record, which is no place for secrets."""
+        config = self._config.to_dict()
+        options = config["checkpoint"]["storage_options"]
+        config["checkpoint"]["storage_options"] = dict.fromkeys(options, "...")
+        return config
 
     async def _tick_forever(self) -> None:
         while self._core.phase is not Phase.ENDED:
@@ -204,6 +261,10 @@ class Controller:
             await asyncio.wait(self._launches, timeout=_LAST_WORDS_S)
         for replica in list(self._actors):
             await self._kill(replica, "the run is over")
+        if self._config.checkpoint.wanted:
+            prefix = connect.keeper_name(self._config.name, "")
+            with contextlib.suppress(ray.exceptions.RayError):
+                await self._loop.run_in_executor(self._pool, end_actors, prefix)
         self._lines.close()
         written = await self._flush_until(_FIRST_TRY_S)
         self._ended_at = time.monotonic()  # from now on readers are told so
@@ -260,8 +321,12 @@ class Controller:
             self._launches.add(self._spawn(self._launch(command)))
         elif isinstance(command, m.Kill):
             self._spawn(self._kill(command.replica, command.reason))
-        else:
+        elif isinstance(command, m.Emit):
             self._record(command.event)
+        elif isinstance(command, m.CommitCheckpoint):
+            self._spawn(self._commit_checkpoint(command))
+        else:
+            self._spawn(self._find_checkpoint(command))
 
     def _record(self, event: ev.Event) -> None:
         stamped = event.stamped(self._now(), self._config.name)
@@ -272,6 +337,8 @@ class Controller:
             del self._events[:surplus]
             self._first_event += surplus
         self._news.set()
+        if isinstance(event, ev.StepCommitted) and self._config.checkpoint.wanted:
+            self._have_keepers()
 
     async def _launch(self, command: m.Launch) -> None:
         try:
@@ -328,6 +395,50 @@ class Controller:
         with contextlib.suppress(ray.exceptions.RayError):
             await self._loop.run_in_executor(self._pool, lambda: ray.kill(actor, no_restart=True))
 
+    # ---- checkpoints
+
+    async def _commit_checkpoint(self, command: m.CommitCheckpoint) -> None:
+        assert self._vault is not None and not self._core.searching
+        done = await self._loop.run_in_executor(self._writing, self._vault.commit, command)
+        self._feed(done)
+
+    async def _find_checkpoint(self, command: m.FindCheckpoint) -> None:
+        assert self._vault is not None
+        step = await self._loop.run_in_executor(
+            self._writing, self._vault.find_other, command.refused, command.reason
+        )
+        self._feed(m.CheckpointFound(step=step))
+
+    def _have_keepers(self) -> None:
+        """Training goes: now, and not while replicas start, each of their nodes gets its keeper."""
+        for node in self._nodes - self._keepers.keys():
+            self._keepers[node] = None
+            self._launches.add(self._spawn(self._keep(node)))
+
+    async def _keep(self, node: str) -> None:
+        """A keeper on a node that has replicas. Told to Ray once; a node whose keeper is missing writes no parts."""
+        spec = KeeperSpec(
+            run=self._config.name,
+            name=connect.keeper_name(self._config.name, node),
+            token=self._spec.token,
+            node=node,
+            url=checkpoints_url(self._config),
+            storage_options=self._config.checkpoint.storage_options,
+            bytes_per_s=self._config.checkpoint.bytes_per_s,
+            controller=connect.controller_name(self._config.name),
+            namespace=connect.NAMESPACE,
+            lease_s=self._config.detection.lease_s,
+        )
+        try:
+            self._keepers[node] = await self._loop.run_in_executor(self._pool, create_keeper, spec)
+        except (ValueError, RuntimeError, ray.exceptions.RayError) as error:
+            _log.warning(
+                "run %s: no keeper on node %s, its replicas write no checkpoints: %s",
+                self._config.name,
+                node,
+                error,
+            )
+
     # ---- replicas' connections
 
     def _on_line(self, replica: int | None, message: wire.Message) -> int | None:
@@ -346,6 +457,7 @@ class Controller:
             return None
         if not hmac.compare_digest(message.token.encode(), self._spec.token.encode()):
             return None
+        self._nodes.add(message.node)
         return message.replica
 
     def _on_line_lost(self, replica: int) -> None:
@@ -501,6 +613,10 @@ class Controller:
         self._feed(m.Stop(by=str(by), now=bool(now)))
         return {"run": self._config.name, "step": self._core.step}
 
+    def _part(self, report: dict[str, Any]) -> dict[str, Any]:
+        self._feed(m.PartWritten(report=report))
+        return {}
+
     def _world_size(self) -> int:
         return len(self._core.generation.members) if self._core.generation else 0
 
@@ -521,6 +637,14 @@ class Controller:
             "generations": core.counts["generations"],
             "buckets": dict(core.clock.seconds),
         }
+
+
+def _make_vault(config: RunConfig) -> Vault:
+    from everstep.orchestrator.vault import (
+        Vault,  # needs torch, for dtypes: imported while replicas import theirs
+    )
+
+    return Vault(config)
 
 
 def _own_address(network: str | None) -> str:

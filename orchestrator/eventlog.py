@@ -13,7 +13,7 @@ import os
 import re
 import tempfile
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,9 +47,11 @@ class EventLog:
     `add` may be called while another thread is in `flush`; only one thread at a time may be in `flush`.
     """
 
-    def __init__(self, storage: str, run: str, *, incarnation: int = 1) -> None:
-        """`storage`: absolute path or fsspec URL. Touches nothing yet."""
-        self._fs, self._folder = _place(storage, run)
+    def __init__(
+        self, storage: str, run: str, *, incarnation: int = 1, options: Mapping[str, Any] | None = None
+    ) -> None:
+        """`storage`: absolute path or fsspec URL. `options`: for its filesystem. Touches nothing yet."""
+        self._fs, self._folder = _place(storage, run, options)
         self._incarnation = incarnation
         self._added: deque[bytes] = deque()
         self._pending = bytearray()  # taken over by flush and not yet written
@@ -96,10 +98,10 @@ class EventLog:
         del self._pending[: len(batch)]
 
 
-def check_storage(storage: str, run: str) -> None:
+def check_storage(storage: str, run: str, options: Mapping[str, Any] | None = None) -> None:
     """Raises ConfigError when a run could not keep its events there, before anything is started."""
     try:
-        fs, folder = _place(storage, run)
+        fs, folder = _place(storage, run, options)
         if _is_file_system(fs):
             Path(folder).mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
@@ -135,10 +137,10 @@ def _parse_all(lines: Iterable[str]) -> History:
     return History(tuple(events), damaged)
 
 
-def _place(storage: str, run: str) -> tuple[Any, str]:
+def _place(storage: str, run: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
     import fsspec
 
-    fs, root = fsspec.core.url_to_fs(storage)
+    fs, root = fsspec.core.url_to_fs(storage, **(options or {}))
     return fs, f"{root.rstrip('/')}/{run}"
 
 

@@ -259,8 +259,54 @@ class UserError(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointCommitted(Event):
+    """The state after `step` steps is in storage, whole."""
+
+    step: int
+    written_bytes: int = 0
+    referenced_bytes: int = 0
+    """Bytes that had not changed since an older checkpoint, and were not written again."""
+    seconds: float = 0.0
+    """From the snapshot until it was committed."""
+    parts: int = 0
+    """Replicas that wrote it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointDropped(Event):
+    """A checkpoint was begun and will not be: nothing of it is visible, the one before stays the newest."""
+
+    step: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointThinned(Event):
+    """A checkpoint was due while the one before was still being written, so it was left out."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointUsed(Event):
+    """Training begins with the state of a checkpoint."""
+
+    step: int
+    finished: bool = False
+    """It is that of the last step: nothing is left to train."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRefused(Event):
+    """A checkpoint was to be read, and is not what was written; an older one is taken."""
+
+    step: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StateLost(Event):
-    """No survivor holds the state any more; the run goes back to `step`."""
+    """No survivor holds the state any more; the run goes back to `step`, that of the newest checkpoint."""
 
     step: int
 

@@ -26,6 +26,11 @@ _AT_ONCE = (
     ev.Resumed,
     ev.NonFinite,
     ev.UserError,
+    ev.CheckpointCommitted,
+    ev.CheckpointDropped,
+    ev.CheckpointThinned,
+    ev.CheckpointUsed,
+    ev.CheckpointRefused,
     ev.StateLost,
 )
 """Shown as they come. Launches, releases and later generations are not: the recovery tells them."""

@@ -18,6 +18,9 @@ _LEASE_MARGIN_S = 1.0
 """A lease counts from the moment when the acknowledged heartbeat was sent, so only the clocks' drift and the kernel's
 delay in ending a process come on top of it."""
 
+_CHECKPOINT_TIMEOUT_S = 3600.0
+"""After which the parts of a checkpoint that have not come are not waited for. As long as the grace of orphans."""
+
 
 def settings_of(config: RunConfig) -> Settings:
     """The core's view of a run's configuration."""
@@ -38,6 +41,8 @@ def settings_of(config: RunConfig) -> Settings:
         form_timeout_s=detection.form_timeout_s,
         settle_s=detection.settle_s,
         adopt_timeout_s=detection.lease_s + _LEASE_MARGIN_S,
+        checkpoints=config.checkpoint.wanted,
+        checkpoint_timeout_s=_CHECKPOINT_TIMEOUT_S,
         budget=BudgetLimits(
             process_crash=failure.process_crashes,
             node_loss=failure.node_losses,

@@ -125,6 +125,33 @@ def _(event: ev.UserError) -> str:
 
 
 @describe.register
+def _(event: ev.CheckpointCommitted) -> str:
+    kept = f", {amount_bytes(event.referenced_bytes)} unchanged" if event.referenced_bytes else ""
+    return f"checkpoint of step {event.step}: {amount_bytes(event.written_bytes)} in {seconds(event.seconds)}{kept}"
+
+
+@describe.register
+def _(event: ev.CheckpointDropped) -> str:
+    return f"checkpoint of step {event.step} given up{_because(event.reason)}; the one before stays"
+
+
+@describe.register
+def _(event: ev.CheckpointThinned) -> str:
+    return f"checkpoint of step {event.step} left out: storage is still busy with the one before"
+
+
+@describe.register
+def _(event: ev.CheckpointUsed) -> str:
+    end = "; it was trained to its end before, a run of another name begins anew" if event.finished else ""
+    return f"goes on from the checkpoint of step {event.step}{end}"
+
+
+@describe.register
+def _(event: ev.CheckpointRefused) -> str:
+    return f"checkpoint of step {event.step} cannot be used{_because(event.reason)}"
+
+
+@describe.register
 def _(event: ev.StateLost) -> str:
     return f"no replica holds the state any more: back to step {event.step}"
 

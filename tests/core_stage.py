@@ -64,7 +64,7 @@ class Stage:
                 self.kills.append(command.replica)
             elif isinstance(command, m.Launch):
                 self.launches.append(command)
-            else:
+            elif isinstance(command, m.Emit):
                 self.events.append(command.event)
         check_books(self.core, pytest.fail)
         for command in commands:

@@ -29,6 +29,7 @@ def on_adopt(run: RunState, event: m.Adopt) -> None:
     run.clock = Clock(since_s=run.now)
     run.began_s = run.now
     run.phase = Phase.ADOPTING
+    run.searching = event.search
     run.adopt = event
     run.expected = set(event.replicas)
     run.deadline = run.fenced_at = run.now + run.settings.adopt_timeout_s
@@ -123,7 +124,7 @@ def adopt_replicas(run: RunState, hellos: dict[int, wire.Hello], newest: wire.Ge
         replica = m.Replica(replica=i, state=state, since_s=run.now, status=hello.status)
         replica.heard_s = replica.moved_s = replica.warming_s = run.now
         order = hello.generation
-        replica.void = order is not None and i in order.fetch and (
+        replica.void = order is not None and i in (*order.fetch, *order.restore) and (
             hello.status.fresh or hello.status.applied < order.step
         )  # fmt: skip
         if order is not None and i in order.fetch:

@@ -40,6 +40,7 @@ def on_drain(run: RunState, event: m.Drain) -> None:
             run.mark_leaving(replica, f"node {event.node} is being drained by {event.by}")
             if replica.state in (ReplicaState.WARMING, ReplicaState.READY):
                 ending.release(run, replica, replica.leaving)
+    just_in_time(run)
     run.spread_memo()
 
 
@@ -48,8 +49,19 @@ def on_leaving(run: RunState, event: wire.Leaving) -> None:
     if replica is None or replica.state is ReplicaState.RELEASED:
         return
     run.mark_leaving(replica, event.reason or "it asked to leave")
+    just_in_time(run)
     if replica.state in (ReplicaState.LAUNCHED, ReplicaState.WARMING, ReplicaState.READY):
         ending.release(run, replica, replica.leaving)
+
+
+def just_in_time(run: RunState) -> None:
+    """Everyone who holds the state has been told to go, and nobody is left to have it from: storage must have it soon."""
+    members, generation = run.index[ReplicaState.MEMBER], run.generation
+    if generation is None or not run.settings.checkpoints or run.saved_in == generation.number:
+        return
+    if members and all(replica.leaving for replica in members.values()):
+        run.saved_in = generation.number
+        run.send(tuple(members), wire.Snapshot(generation=generation.number, incarnation=run.incarnation))
 
 
 def consider_change(run: RunState) -> None:

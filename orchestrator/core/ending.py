@@ -27,6 +27,9 @@ def end(run: RunState, outcome: str, reason: str) -> None:
 
 
 def finish(run: RunState) -> None:
+    """All have finished. A checkpoint whose parts are there is waited for: storage answers, in whatever way."""
+    if any(attempt.committing for attempt in run.attempts.values()):
+        return
     end(run, "finished", run.value_problem)
 
 
@@ -84,6 +87,10 @@ def release_uninformed(run: RunState) -> None:
         if replica.joined_step == run.total and not replica.finished:
             run.fetching.discard(replica.replica)
             release(run, replica, "the loop was left before it joined")
+
+
+def on_fail(run: RunState, event: m.Fail) -> None:
+    end(run, "failed", event.reason)
 
 
 def on_stop(run: RunState, event: m.Stop) -> None:

@@ -27,6 +27,10 @@ def decide(run: RunState, survivors: list[m.Replica]) -> None:
     if run.stop_wanted:
         ending.end(run, "stopped", run.stop_wanted)
         return
+    if newest is None and run.searching:
+        if run.phase is not Phase.GATHERING:
+            wait_for_more(run, survivors, Shortage(have=len(survivors), need=run.settings.min_replicas))
+        return
     if newest is None and run.now < run.fenced_at and not promised:
         # Nobody here holds the state. Those who held it might go on with it, all together, where we do not see them.
         wait_for_more(run, survivors, Shortage(have=len(survivors), need=run.settings.min_replicas))
@@ -38,7 +42,8 @@ def decide(run: RunState, survivors: list[m.Replica]) -> None:
         target=run.target,
         min_replicas=run.settings.min_replicas,
         logical_shards=run.settings.logical_shards,
-        state_known=run.step > 0,
+        state_known=run.step > run.first_step,
+        checkpoint_step=run.checkpoint_step,
         total=run.total,
         transfer_s=run.transfer_s,
     )
@@ -104,11 +109,16 @@ def send_out(run: RunState, plan: Plan) -> None:
     run.number += 1
     lost = run.step - plan.step
     if plan.state_lost:
-        run.history, run.first_number, run.step = run.history + 1, run.number, 0
+        run.history, run.first_number, run.step = run.history + 1, run.number, plan.step
         run.total = run.announced
         run.records.clear()
-        run.durable_step = None if run.durable_step is None else 0
-        run.emit(events.StateLost(step=0))
+        run.durable_step = None if run.durable_step is None else plan.step
+        run.emit(events.StateLost(step=plan.step))
+    elif plan.restore:
+        run.step = plan.step
+        run.durable_step = None if run.durable_step is None else plan.step
+    if plan.restore:
+        run.emit(events.CheckpointUsed(step=plan.step, finished=plan.final))
     run.reached = plan.step
     if not plan.final:
         # Whoever had finished is gone, and its last steps with it: without ordered reduction they may come out otherwise.
@@ -128,6 +138,7 @@ def send_out(run: RunState, plan: Plan) -> None:
         roll_forward=plan.roll_forward,
         vote=plan.vote,
         final=plan.final,
+        restore=plan.restore,
     )
     run.generation = generation
     run.counts["generations"] += 1
@@ -135,8 +146,8 @@ def send_out(run: RunState, plan: Plan) -> None:
         run.move(run.replicas[i], ReplicaState.MEMBER)
     for i in plan.kept:
         run.move(run.replicas[i], ReplicaState.PARKED)
-    run.fetching = set(plan.fetch)
-    for i in plan.fetch:
+    run.fetching = {*plan.fetch, *plan.restore}
+    for i in run.fetching:
         run.replicas[i].void = True
         run.replicas[i].joined_step = plan.step
     run.enter(Phase.FORMING)
@@ -173,7 +184,7 @@ def formed(run: RunState) -> None:
     run.deadline = None
     run.last_commit_s = run.now
     # Whoever fetches has its first steps before it, also if it holds the state by now.
-    run.durations = run.durations.restarted() if generation.fetch else run.durations
+    run.durations = run.durations.restarted() if generation.fetch or generation.restore else run.durations
     if run.reform is not None:
         run.reform.connected_s = run.now
     run.emit(

@@ -23,10 +23,12 @@ from everstep.orchestrator import events
 from everstep.orchestrator.core import (
     adopting,
     changing,
+    checkpointing,
     ending,
     failing,
     forming,
     gathering,
+    restoring,
     training,
     watching,
 )
@@ -41,9 +43,13 @@ _HANDLERS: _Handlers = {
     m.LinkLost: failing.on_link_lost,
     m.ReplicaDied: failing.on_died,
     m.NodeGone: failing.on_node_gone,
+    m.PartWritten: checkpointing.on_part,
+    m.CheckpointDone: checkpointing.on_done,
+    m.CheckpointFound: restoring.on_found,
     m.Scale: changing.on_scale,
     m.Drain: changing.on_drain,
     m.Stop: ending.on_stop,
+    m.Fail: ending.on_fail,
     wire.Hello: gathering.on_hello,
     wire.Ready: gathering.on_ready,
     wire.Beat: training.on_beat,
@@ -52,6 +58,8 @@ _HANDLERS: _Handlers = {
     wire.Formed: forming.on_formed,
     wire.Fetched: forming.on_fetched,
     wire.Committed: training.on_committed,
+    wire.Refused: restoring.on_refused,
+    wire.NoPart: checkpointing.on_no_part,
     wire.UserFailed: failing.on_user_failed,
     wire.Finished: ending.on_finished,
     wire.Leaving: changing.on_leaving,
@@ -185,5 +193,6 @@ class Core(RunState):
 def _on_start(run: RunState, event: m.Start) -> None:
     run.started = True
     run.incarnation = event.incarnation
+    run.searching = event.search
     run.clock = Clock(since_s=run.now)
     run.began_s = run.now

@@ -49,6 +49,8 @@ class Plan:
     state_lost: bool
     """No survivor holds any state although steps had been committed."""
     final: bool
+    restore: tuple[int, ...] = ()
+    """Who reads the state from storage."""
     """The last step is history."""
 
 
@@ -75,6 +77,7 @@ def choose(
     state_known: bool,
     total: int,
     transfer_s: float = 0.0,
+    checkpoint_step: int = 0,
 ) -> Plan | Shortage:
     """The next membership.
 
@@ -87,10 +90,14 @@ def choose(
         state_known: at least one step was committed.
         total: number of steps of the run; 0 while unknown.
         transfer_s: what the last transfer of the state took; 0 while unknown.
+        checkpoint_step: steps in the newest whole checkpoint, for when nobody holds the state; 0: there is none.
     """
     holders = [r for r in survivors if r.holds_state]
     if not holders:
-        return _from_the_start(survivors, joiners, target, min_replicas, logical_shards, state_known)
+        members = _take(survivors, joiners, min(target, logical_shards), min_replicas)
+        if len(members) < max(min_replicas, 1):
+            return Shortage(have=len(members), need=max(min_replicas, 1))
+        return _from_storage(survivors, members, logical_shards, state_known, total, checkpoint_step)
     newest = max(r.status.applied for r in holders)
     current = [r for r in holders if r.status.applied == newest]
     vote = next((r.status.vote for r in current if r.status.vote), "")
@@ -129,26 +136,30 @@ def choose(
     )  # fmt: skip
 
 
-def _from_the_start(
+def _from_storage(
     survivors: Sequence[Replica],
-    joiners: Sequence[Replica],
-    target: int,
-    min_replicas: int,
+    members: Sequence[Replica],
     logical_shards: int,
     state_known: bool,
-) -> Plan | Shortage:
-    """The very first generation, or one after the whole state was lost: the first member's initial state is it."""
-    members = _take(survivors, joiners, min(target, logical_shards), min_replicas)
-    if len(members) < max(min_replicas, 1):
-        return Shortage(have=len(members), need=max(min_replicas, 1))
+    total: int,
+    checkpoint_step: int,
+) -> Plan:
+    """Nobody holds the state: it is the very first generation, or all was lost. The first member's state is that of the
+    newest checkpoint, or else its initial one, and the others have it from there."""
     ids = tuple(r.replica for r in members)
-    fetch = tuple(r.replica for r in members if r.digest != members[0].digest)
+    if checkpoint_step:
+        fetch = ids[1:]
+    else:
+        fetch = tuple(r.replica for r in members if r.digest != members[0].digest)
+    final = bool(total) and checkpoint_step >= total
     held, todo, ranges = _shares(members, [() for _ in members], set(), logical_shards, 0.0)
+    if final:
+        held, todo, ranges = tuple(() for _ in ids), tuple(() for _ in ids), tuple((0, 0) for _ in ids)
     return Plan(
-        step=0, members=ids, ranges=ranges, held=held, todo=todo, fetch=fetch,
+        step=checkpoint_step, members=ids, ranges=ranges, held=held, todo=todo, fetch=fetch,
         sources=tuple(i for i in ids if i not in fetch)[:MAX_SOURCES] if fetch else (),
         roll_forward=(), vote="", dropped=tuple(r.replica for r in survivors if r.replica not in set(ids)),
-        kept=(), state_lost=state_known, final=False,
+        kept=(), state_lost=state_known, final=final, restore=ids[:1] if checkpoint_step else (),
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from everstep.actors import wire
 from everstep.orchestrator.events import Event
@@ -37,6 +38,9 @@ class Settings:
     So long a controller that came back waits for replicas of which it does not know that they are dead, and so long
     the last who hold the state may be silent before they are given up."""
     end_timeout_s: float = 10.0
+    checkpoints: bool = False
+    """The run writes checkpoints."""
+    checkpoint_timeout_s: float = 600.0
     await_storage: bool = False
     """Replicas forget a step's record only when `Core.stored` said that it is in storage, not when it was emitted."""
     budget: BudgetLimits = field(default_factory=BudgetLimits)
@@ -163,6 +167,8 @@ class Start(ClusterEvent):
     """A new run begins."""
 
     incarnation: int
+    search: bool = False
+    """Storage is being looked at for a checkpoint to begin with; `CheckpointFound` will tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,11 +184,41 @@ class Adopt(ClusterEvent):
     replicas' records decide, and steps that were stored but not yet acknowledged to them are told again."""
     next_id: int = 0
     """First replica id that was not given out, as the stored events say."""
+    search: bool = False
+    """Storage is being looked at for the newest checkpoint; `CheckpointFound` will tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tick(ClusterEvent):
     """Time has passed. Due whenever `Core.next_deadline_s()` is reached; harmless at any moment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartWritten(ClusterEvent):
+    """A keeper has written one replica's part of a checkpoint."""
+
+    report: dict[str, Any]
+    """`step`, `attempt`, `generation`, `rank`, `world_size`, and what the commit needs of it (see `actors.keeper`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointDone(ClusterEvent):
+    """An answer to `CommitCheckpoint`."""
+
+    step: int
+    attempt: str
+    problem: str = ""
+    """Why it was not committed; empty if it was."""
+    written_bytes: int = 0
+    referenced_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFound(ClusterEvent):
+    """The newest whole checkpoint in storage: what a start has to wait for, and the answer to `FindCheckpoint`."""
+
+    step: int
+    """0: there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,6 +263,14 @@ class NodeGone(ClusterEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Fail(ClusterEvent):
+    """The run cannot go on."""
+
+    reason: str
+    """Its first word is the kind of the error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stop(ClusterEvent):
     """End the run: at the next step boundary, or at once."""
 
@@ -268,5 +312,23 @@ class Emit:
     event: Event
 
 
-Command = Launch | Kill | Send | Emit
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitCheckpoint:
+    """Make these parts the checkpoint of `step`, and answer with `CheckpointDone`."""
+
+    step: int
+    attempt: str
+    parts: tuple[dict[str, Any], ...]
+    """What the keepers reported, in rank order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FindCheckpoint:
+    """Put the checkpoint of step `refused` aside, look for the newest whole one, and answer with `CheckpointFound`."""
+
+    refused: int
+    reason: str
+
+
+Command = Launch | Kill | Send | Emit | CommitCheckpoint | FindCheckpoint
 CoreEvent = ClusterEvent | wire.Message

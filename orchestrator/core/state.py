@@ -6,7 +6,7 @@ The parts of the protocol (`gathering`, `forming`, `training`, `failing`, `chang
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from everstep.actors import wire
 from everstep.errors import IllegalEvent
@@ -17,6 +17,9 @@ from everstep.orchestrator.core.model import Phase, ReplicaState
 from everstep.policies.budget import FailureClass, RestartBudget
 from everstep.policies.hang import StepDurations
 from everstep.policies.straggler import Rebalance, RebalanceState
+
+if TYPE_CHECKING:
+    from everstep.orchestrator.core.checkpointing import Attempt
 
 
 class RunState:
@@ -42,6 +45,8 @@ class RunState:
         is on its way; less when a step is done again whose only witness died after it had told of it."""
         self.durable_step: int | None = 0 if settings.await_storage else None
         """Steps whose `StepCommitted` is in storage; None: to emit is to store."""
+        self.first_step = 0
+        """Steps in the checkpoint with which the run began."""
         self.first_number = 0
         """First generation of this history."""
         self.total = 0
@@ -113,6 +118,19 @@ class RunState:
         self.postponed: list[m.CoreEvent] = []
         """What came while adopting and is looked at afterwards."""
         self.records: dict[int, wire.Record] = {}
+        self.checkpoint_step = 0
+        """Steps in the newest whole checkpoint; 0 while there is none."""
+        self.checkpoint_s: float | None = None
+        """When this controller committed it."""
+        self.attempts: dict[tuple[int, str], Attempt] = {}
+        """Checkpoints that are being written, by step and name."""
+        self.saved_in = 0
+        """Generation in which a checkpoint was asked for because all of its members are leaving."""
+        self.dropped_attempts: dict[tuple[int, str], None] = {}
+        self.searching = False
+        """Which checkpoint is the newest whole one is not known yet; until then nobody begins without a state."""
+        self.refused = False
+        """The one that was known turned out damaged."""
         self.started = False
 
     def memo(self) -> dict[str, Any]:

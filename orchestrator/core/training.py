@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from everstep.actors import wire
 from everstep.orchestrator import events
-from everstep.orchestrator.core import reforms
+from everstep.orchestrator.core import checkpointing, reforms
 from everstep.orchestrator.core.model import OVER, Phase, ReplicaState
 from everstep.orchestrator.core.state import RunState
 from everstep.policies.straggler import RebalanceObservation
@@ -42,6 +42,8 @@ def take_records(run: RunState, records: Iterable[wire.Record]) -> None:
         if record.history != run.history:
             continue
         if record.step >= run.step:
+            if (record.snapshot or record.thinned) and record.step not in run.records:
+                checkpointing.on_snapshot(run, record)
             run.records[record.step] = record
         if record.generation == number and record.step >= run.reached:
             advance(run, record)

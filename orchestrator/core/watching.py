@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from everstep.orchestrator.core import ending, failing, training
+from everstep.orchestrator.core import checkpointing, ending, failing, training
 from everstep.orchestrator.core import model as m
 from everstep.orchestrator.core.model import OVER, Phase, ReplicaState
 from everstep.orchestrator.core.state import RunState
@@ -27,6 +27,7 @@ def on_tick(run: RunState, event: m.Tick) -> None:
         return
     expire_silent(run)
     expire_unexplained(run)
+    checkpointing.expire(run)
     if run.phase in (Phase.PARKING, Phase.FORMING):
         if run.deadline is not None and run.now >= run.deadline:
             phase_overdue(run)

@@ -173,6 +173,7 @@ def config(name: str, folder: Path, **changes: Any) -> everstep.RunConfig:
         "batch": {"global_batch_size": 16, "logical_shards": 8},
         "failure": {"backoff_s": 0.1},
         "detection": {"heartbeat_s": 0.2, "heartbeat_timeout_s": 4.0, "driver_grace_s": 30.0},
+        "checkpoint": {"every_s": None},  # tests of checkpoints ask for them
     }
     top: dict[str, Any] = {"name": name, "storage": str(folder / "storage"), "log_every_s": 1.0}
     classes = {
@@ -180,6 +181,7 @@ def config(name: str, folder: Path, **changes: Any) -> everstep.RunConfig:
         "batch": everstep.BatchConfig,
         "failure": everstep.FailureConfig,
         "detection": everstep.DetectionConfig,
+        "checkpoint": everstep.CheckpointConfig,
     }
     for key, value in changes.items():
         for section, cls in classes.items():

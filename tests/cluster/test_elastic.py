@@ -174,6 +174,7 @@ def test_below_the_minimum_it_waits_and_goes_on(
     assert result.digest == undisturbed[0].digest
 
 
+@pytest.mark.soak  # with checkpoints in test_checkpoints.py
 def test_losing_everybody_is_said_and_begun_again(
     name: str, folder: Path, undisturbed: tuple[everstep.Result, Any]
 ) -> None:

@@ -78,6 +78,8 @@ class Peer:
             pass
         except BaseException as error:
             self.error = error
+        finally:
+            self.session.close()
 
     def heard(self, kind: type[wire.Message], count: int = 1) -> Any:
         """The `count`-th message of this kind, as soon as it was said."""
