@@ -69,7 +69,7 @@ def keepers(name: str) -> list[Any]:
     return [ray.get_actor(one, namespace=connect.NAMESPACE) for one in found]
 
 
-@pytest.mark.soak  # writers killed at every operation: tests/unit/test_ck_damage.py
+@pytest.mark.soak  # writers killed at every operation: tests/unit/test_ck_commit.py
 def test_killing_who_writes_a_checkpoint_changes_nothing_cases_17_and_23(
     name: str, folder: Path, undisturbed: tuple[everstep.Result, Any]
 ) -> None:
