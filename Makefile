@@ -45,7 +45,7 @@ format: $(STAMP)
 
 # Cluster tests come last and one by one: each starts Ray nodes and measures them.
 test: lint
-	$(PYTEST) -n 2 tests/unit tests/procs
+	$(PYTEST) -n 2 --dist loadgroup tests/unit tests/procs
 	$(PYTEST) tests/cluster
 	$(PYTEST) tests/e2e
 

@@ -30,7 +30,7 @@ class Server:
 def free_ports(count: int) -> list[int]:
     # SeaweedFS uses each port + 10000 as well, so the ports must be small.
     found: list[int] = []
-    candidate = 12000 + os.getpid() % 8000
+    candidate = 12000 + os.getpid() * 40 % 8000  # far from those of a server that starts at the same moment
     while len(found) < count:
         candidate += 1
         try:

@@ -42,6 +42,9 @@ PART = 5 << 20
 """The smallest parts that S3 takes."""
 
 
+pytestmark = pytest.mark.xdist_group("s3")  # one server for all of them
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     if not (Path(sys.executable).parent / "weed").exists():
