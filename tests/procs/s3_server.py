@@ -45,9 +45,16 @@ def free_ports(count: int) -> list[int]:
 
 @contextmanager
 def s3_server(folder: Path, deadline_s: float = 30) -> Iterator[Server]:
-    s3, master, volume, filer = free_ports(4)
+    s3, master, volume, filer, admin = free_ports(5)
     command = [str(Path(sys.executable).parent / "weed"), "mini", f"-dir={folder}", "-ip=127.0.0.1"]
-    command += ["-ip.bind=127.0.0.1", f"-s3.port={s3}", "-s3.port.iceberg=0", f"-master.port={master}"]
+    command += [
+        "-ip.bind=127.0.0.1",
+        f"-s3.port={s3}",
+        "-s3.port.iceberg=0",
+        "-s3.port.lance=0",
+        f"-admin.port={admin}",
+        f"-master.port={master}",
+    ]
     command += [f"-volume.port={volume}", f"-filer.port={filer}", "-admin.ui=false", "-webdav=false"]
     command += ["-bucket", BUCKET]
     environment = {**os.environ, "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
