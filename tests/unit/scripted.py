@@ -6,6 +6,7 @@ says is kept in `said`, orders are given by hand. Models must not use random num
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,8 @@ from everstep.actors.transfer import StateServer
 from tests.waiting import wait_until
 
 SHARDS, BATCH, DEADLINE_S = 4, 16, 30.0
+TOKEN = secrets.token_hex(8)
+"""Of this process alone: keepers of two runs on one machine must not meet."""
 Train = Callable[[Session], Any]
 
 
@@ -51,11 +54,11 @@ class Peer:
 
     def __init__(self, replica: int, config: everstep.RunConfig, train: Train) -> None:
         self.replica = replica
-        self.server = StateServer("127.0.0.1", b"secret")
+        self.server = StateServer("127.0.0.1", TOKEN.encode())
         with mock.patch.object(member_module, "Link", Line):
             self.member = Member(
                 Identity(
-                    run="scripted", replica=replica, token="secret", pid=0, node="n", host="h", ip="127.0.0.1",
+                    run="scripted", replica=replica, token=TOKEN, pid=0, node="n", host="h", ip="127.0.0.1",
                     transfer=self.server.address,
                 ),
                 device=torch.device("cpu"), locate=lambda: None, renew_lease=lambda since_s: None, heartbeat_s=1.0,

@@ -22,11 +22,11 @@ from everstep.checkpoint.state import Snapshot
 from everstep.orchestrator.core import model as m
 from everstep.orchestrator.vault import Vault
 from tests.unit.ck_helpers import odd_state, snapshot_of, trained
-from tests.unit.scripted import play
+from tests.unit.scripted import TOKEN, play
 from tests.unit.test_session_together import EVEN, Loop
 from tests.waiting import wait_until
 
-NODE, TOKEN = "n", "secret"  # those of `scripted`
+NODE = "n"  # that of `scripted`
 
 
 class LoneKeeper(keeper.Keeper):
