@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 from everstep.actors import wire
 from everstep.actors.capture import Capture, Ticket
+from everstep.actors.places import checkpoints_url
 from everstep.actors.restore import restore
 from everstep.checkpoint.errors import CheckpointDamaged
 from everstep.checkpoint.records import attempt_name
-from everstep.errors import GroupBroken
+from everstep.errors import GroupBroken, StateError, StateMismatch
 
 if TYPE_CHECKING:
     from everstep.actors.member import Member
@@ -96,6 +97,11 @@ class Snapshots:
         except CheckpointDamaged as error:
             self._member.refused(generation.number, generation.step, str(error))
             raise GroupBroken(f"the checkpoint of step {generation.step} is damaged") from error
+        except (StateMismatch, StateError) as error:
+            raise StateMismatch(
+                f"the checkpoint of step {generation.step} in {checkpoints_url(self._config)} is of another state: {error}. "
+                "Give this run another name or storage, or register what the checkpoint holds"
+            ) from error
 
     def close(self) -> None:
         """No more snapshots; what was handed over is written all the same."""

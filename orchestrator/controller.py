@@ -31,6 +31,7 @@ import ray
 from everstep.actors import wire
 from everstep.actors.keeper import KeeperSpec
 from everstep.actors.places import checkpoints_url
+from everstep.checkpoint.errors import StoreError
 from everstep.errors import ConfigError, ControllerUnreachable, EverstepError
 from everstep.orchestrator import connect
 from everstep.orchestrator import events as ev
@@ -398,16 +399,30 @@ class Controller:
     # ---- checkpoints
 
     async def _commit_checkpoint(self, command: m.CommitCheckpoint) -> None:
-        assert self._vault is not None and not self._core.searching
-        done = await self._loop.run_in_executor(self._writing, self._vault.commit, command)
+        """A supervisor: whatever happens there is an answer, for the end of the run may wait for it."""
+        try:
+            if self._vault is None or self._core.searching:
+                raise StoreError("storage has not been reached since the controller came back")
+            done = await self._loop.run_in_executor(self._writing, self._vault.commit, command)
+        except Exception as error:  # noqa: BLE001
+            problem = f"{type(error).__name__}: {error}"
+            done = m.CheckpointDone(step=command.step, attempt=command.attempt, problem=problem)
         self._feed(done)
 
     async def _find_checkpoint(self, command: m.FindCheckpoint) -> None:
+        """Tried until storage answers: without it nobody knows where to begin."""
         assert self._vault is not None
-        step = await self._loop.run_in_executor(
-            self._writing, self._vault.find_other, command.refused, command.reason
-        )
-        self._feed(m.CheckpointFound(step=step))
+        while True:
+            try:
+                step = await self._loop.run_in_executor(
+                    self._writing, self._vault.find_other, command.refused, command.reason
+                )
+            except EverstepError as error:
+                _log.warning("run %s: %s", self._config.name, error)
+                await asyncio.sleep(_VAULT_AGAIN_S)
+            else:
+                self._feed(m.CheckpointFound(step=step))
+                return
 
     def _have_keepers(self) -> None:
         """Training goes: now, and not while replicas start, each of their nodes gets its keeper."""

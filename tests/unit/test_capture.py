@@ -19,10 +19,12 @@ from everstep.checkpoint.catalog import newest_whole
 from everstep.checkpoint.chunks import cut, divide
 from everstep.checkpoint.part import views_of
 from everstep.checkpoint.state import Snapshot
+from everstep.errors import StateMismatch
 from everstep.orchestrator.core import model as m
 from everstep.orchestrator.vault import Vault
 from tests.unit.ck_helpers import odd_state, snapshot_of, trained
 from tests.unit.scripted import TOKEN, play
+from tests.unit.test_session_like_torch import Points
 from tests.unit.test_session_together import EVEN, Loop
 from tests.waiting import wait_until
 
@@ -199,3 +201,25 @@ def test_a_damaged_checkpoint_is_told_to_the_controller(lone: LoneKeeper, config
         cast.peers[0].heard(wire.Fault)
     assert vault.find_other(2, refused.reason) == 0
     assert newest_whole(vault._store).manifest is None
+
+
+def test_a_checkpoint_of_another_model_is_named_with_the_way_out(
+    lone: LoneKeeper, config: everstep.RunConfig
+) -> None:
+    vault = Vault(config)
+    vault.open(1, True)
+    options = {"storage": config.storage, "checkpoint": config.checkpoint}
+    with play(1, Loop(steps=3), **options) as cast:
+        cast.form(1, (0,), ((0, 1, 2, 3),))
+        cast.peers[0].end()
+        wait_until(lambda: lone.reports, 30.0)
+    vault.commit(m.CommitCheckpoint(step=2, attempt="i1-1", parts=tuple(lone.reports)))
+
+    def other(run: Any) -> None:
+        run.register(other=torch.nn.Linear(2, 2))
+        list(run.steps(Points(), total=3))
+
+    with play(1, other, **options) as cast:
+        cast.form(1, (0,), ((0, 1, 2, 3),), step=2, restore=(0,))
+        with pytest.raises(StateMismatch, match=r"checkpoint of step 2 in .* another name or storage"):
+            cast.peers[0].end()
