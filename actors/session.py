@@ -389,8 +389,6 @@ class Session:
                 continue
             self._apply(step.number, outcome, clip)
             self._tell_metrics(step.number, outcome)
-            if outcome.snapshot and self._generation is not None:
-                self._snapshots.take(step.number + 1, self._generation, self._snapshot())
             if outcome.pause:
                 self._member.park_at_boundary()
                 self._enter_next()
@@ -466,7 +464,8 @@ class Session:
 
     def _apply(self, step: int, outcome: Outcome, clip: tuple[float | None, float | None]) -> None:
         """The step is history. Whoever fails in here is half-applied, and therefore dead (`actors.replica`)."""
-        assert self._reducer is not None and self._source is not None
+        assert self._reducer is not None and self._source is not None and self._generation is not None
+        generation = self._generation  # the one that voted, also where the step is rolled forward
         self._member.moved("apply")
         skip = outcome.non_finite and self.config.failure.non_finite == "skip"
         self._settle()
@@ -479,18 +478,20 @@ class Session:
             self._server.describe(self._snapshot().plan())
         now = time.monotonic()
         record = wire.Record(
-            history=self._generation.history if self._generation else 0,
-            generation=self.generation,
+            history=generation.history,
+            generation=generation.number,
             step=step,
             metrics=outcome.metrics,
             samples=self._source.samples(step),
             step_s=now - self._committed_at,
             skipped=skip,
-            snapshot=outcome.snapshot,
+            snapshot=self._snapshots.attempt(generation) if outcome.snapshot else "",
             thinned=outcome.thinned,
         )
         self._committed_at = now
         self._member.committed(record, speak=self.rank == 0)
+        if outcome.snapshot:
+            self._snapshots.take(step + 1, generation, self._snapshot())
         self._member.moved("user")
 
     def _computed(self, shard: int, seconds: float) -> None:
@@ -521,7 +522,7 @@ class Session:
 
     def checkpoint_at_end(self) -> None:
         """The loop is over: what it came to goes to storage, as the run's configuration wants it."""
-        self._snapshots.at_end(self._member.applied, self._generation, self._snapshot())
+        self._snapshots.at_end(self._member.applied, self._generation, self._snapshot)
 
     def state_digest(self) -> str:
         """xxh3_128 (hex) over all registered state; equal on two replicas iff their state is bit for bit the same."""

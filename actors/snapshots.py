@@ -7,6 +7,7 @@ business, writing the keeper's, committing the controller's.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -55,12 +56,17 @@ class Snapshots:
         by_step = when.every_steps is not None and num_steps % when.every_steps == 0
         return by_step or (when.every_s is not None and time.monotonic() - self._taken_s >= when.every_s)
 
+    @staticmethod
+    def attempt(generation: wire.Generation) -> str:
+        """What the generation's snapshots are named after; with the step it tells them all apart."""
+        return attempt_name(generation.incarnation, generation.number)
+
     def take(self, num_steps: int, generation: wire.Generation, snapshot: Snapshot) -> None:
         """Keep this replica's part of the state after so many steps."""
         assert self._capture is not None
         ticket = Ticket(
             step=num_steps,
-            attempt=attempt_name(generation.incarnation, generation.number),
+            attempt=self.attempt(generation),
             generation=generation.number,
             rank=generation.rank_of(self._member.identity.replica),
             world_size=len(generation.members),
@@ -74,7 +80,9 @@ class Snapshots:
         if self._capture is not None:
             self._capture.settle()
 
-    def at_end(self, num_steps: int, generation: wire.Generation | None, snapshot: Snapshot) -> None:
+    def at_end(
+        self, num_steps: int, generation: wire.Generation | None, snapshot: Callable[[], Snapshot]
+    ) -> None:
         """The loop is over on all replicas: keep what it came to, unless the last snapshot has it already. Returns when
         this replica's part is written, or cannot be."""
         capture = self._capture
@@ -82,7 +90,7 @@ class Snapshots:
             return
         inside = self._member.identity.replica in generation.members
         if capture.wait(_AT_END_S) and inside and self._taken_step != num_steps:
-            self.take(num_steps, generation, snapshot)
+            self.take(num_steps, generation, snapshot())
             capture.wait(_AT_END_S)
 
     def restore(self, generation: wire.Generation) -> int:

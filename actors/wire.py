@@ -76,8 +76,8 @@ class Record:
     samples: int
     step_s: float
     skipped: bool = False
-    snapshot: bool = False
-    """Its members keep the state after this step for a checkpoint."""
+    snapshot: str = ""
+    """The attempt at a checkpoint for which its members keep the state after this step; empty: none."""
     thinned: bool = False
     """They should have, but were still busy with the one before."""
 

@@ -37,7 +37,8 @@ _PART_NAME: Final = re.compile(r"r[0-9]{4,9}\.safetensors")
 
 
 def attempt_name(incarnation: int, number: int) -> str:
-    """Name of the `number`-th attempt at a checkpoint by the controller of `incarnation`; unique in the run."""
+    """Name of an attempt in a generation (`number`) that the controller of `incarnation` has formed; with the step it
+    is unique in the run."""
     return f"i{incarnation}-{number}"
 
 

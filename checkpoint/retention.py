@@ -49,6 +49,7 @@ class Retention:
 class LiveAttempt:
     """An attempt that replicas may still be writing, and the committed step whose chunks it may refer to."""
 
+    step: int
     attempt: str
     base_step: int | None = None
 
@@ -177,8 +178,10 @@ def _may_delete(key: str, incarnation: int, live: Collection[LiveAttempt]) -> bo
     found = split_step_key(key)
     if found is None:
         return False
-    _, attempt, _ = found
-    return incarnation_of(attempt) <= incarnation and attempt not in {one.attempt for one in live}
+    step, attempt, _ = found
+    return incarnation_of(attempt) <= incarnation and (step, attempt) not in {
+        (one.step, one.attempt) for one in live
+    }
 
 
 def _drop_uploads(store: Store, incarnation: int, live: Collection[LiveAttempt], grace_s: float) -> int:

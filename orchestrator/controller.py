@@ -408,6 +408,8 @@ class Controller:
             problem = f"{type(error).__name__}: {error}"
             done = m.CheckpointDone(step=command.step, attempt=command.attempt, problem=problem)
         self._feed(done)
+        if self._vault is not None and not done.problem:
+            await self._loop.run_in_executor(self._writing, self._vault.prune, command.live)
 
     async def _find_checkpoint(self, command: m.FindCheckpoint) -> None:
         """Tried until storage answers: without it nobody knows where to begin."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from everstep.actors.places import checkpoints_url
@@ -16,7 +17,7 @@ from everstep.checkpoint.errors import AlreadyCommitted, StoreError, Superseded
 from everstep.checkpoint.names import tensor_names
 from everstep.checkpoint.part import PartIndex
 from everstep.checkpoint.records import table_of
-from everstep.checkpoint.retention import Retention, prune
+from everstep.checkpoint.retention import LiveAttempt, Retention, prune
 from everstep.checkpoint.state import Layout
 from everstep.checkpoint.store import open_store
 from everstep.errors import ConfigError, EverstepError
@@ -85,7 +86,6 @@ class Vault:
             return m.CheckpointDone(
                 step=order.step, attempt=order.attempt, problem=f"{type(error).__name__}: {error}"
             )
-        self._prune()
         return m.CheckpointDone(
             step=order.step,
             attempt=order.attempt,
@@ -99,8 +99,11 @@ class Vault:
         choice = newest_whole(self._store)
         return choice.manifest.step if choice.manifest is not None else 0
 
-    def _prune(self) -> None:
+    def prune(self, live: Sequence[tuple[int, str]]) -> None:
+        """Delete what retention does not keep, but nothing of the attempts that are `live`. Failing, it is said in the log
+        and tried after the next commit."""
+        attempts = [LiveAttempt(step, attempt) for step, attempt in live]
         try:
-            prune(self._store, self._retention, incarnation=self._incarnation)
+            prune(self._store, self._retention, incarnation=self._incarnation, live=attempts)
         except (StoreError, Superseded) as error:
             _log.warning("run %s: old checkpoints could not be deleted: %s", self._config.name, error)

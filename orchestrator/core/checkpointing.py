@@ -34,15 +34,9 @@ class Attempt:
 def on_snapshot(run: RunState, record: wire.Record) -> None:
     """The members hold the state after this step, and write it now. Or they should have, and were busy."""
     if record.snapshot:
-        attempt_of(run, record.step + 1, record_attempt(run, record))
+        attempt_of(run, record.step + 1, record.snapshot)
     elif record.thinned:
         run.emit(events.CheckpointThinned(step=record.step + 1))
-
-
-def record_attempt(run: RunState, record: wire.Record) -> str:
-    generation = run.generation
-    incarnation = generation.incarnation if generation is not None else run.incarnation
-    return f"i{incarnation}-{record.generation}"
 
 
 def attempt_of(run: RunState, step: int, name: str) -> Attempt | None:
@@ -65,7 +59,8 @@ def on_part(run: RunState, event: m.PartWritten) -> None:
     if len(attempt.parts) == report["world_size"]:
         attempt.committing = True
         parts = tuple(part for _, part in sorted(attempt.parts.items()))
-        run.out.append(m.CommitCheckpoint(step=attempt.step, attempt=attempt.name, parts=parts))
+        live = tuple(key for key in run.attempts if key != (attempt.step, attempt.name))
+        run.out.append(m.CommitCheckpoint(step=attempt.step, attempt=attempt.name, parts=parts, live=live))
 
 
 def on_no_part(run: RunState, event: wire.NoPart) -> None:
@@ -84,7 +79,7 @@ def on_done(run: RunState, event: m.CheckpointDone) -> None:
         drop(run, attempt, event.problem)
         return
     del run.attempts[event.step, event.attempt]
-    run.checkpoint_step, run.checkpoint_s = event.step, run.now
+    run.checkpoint_step = event.step
     run.emit(
         events.CheckpointCommitted(
             step=event.step, written_bytes=event.written_bytes, referenced_bytes=event.referenced_bytes,

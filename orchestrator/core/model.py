@@ -320,6 +320,8 @@ class CommitCheckpoint:
     attempt: str
     parts: tuple[dict[str, Any], ...]
     """What the keepers reported, in rank order."""
+    live: tuple[tuple[int, str], ...] = ()
+    """Step and attempt of what is being written besides: nothing of it may be deleted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

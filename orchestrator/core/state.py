@@ -120,8 +120,6 @@ class RunState:
         self.records: dict[int, wire.Record] = {}
         self.checkpoint_step = 0
         """Steps in the newest whole checkpoint; 0 while there is none."""
-        self.checkpoint_s: float | None = None
-        """When this controller committed it."""
         self.attempts: dict[tuple[int, str], Attempt] = {}
         """Checkpoints that are being written, by step and name."""
         self.saved_in = 0

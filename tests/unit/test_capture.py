@@ -25,7 +25,7 @@ from everstep.orchestrator.vault import Vault
 from tests.unit.ck_helpers import odd_state, snapshot_of, trained
 from tests.unit.scripted import TOKEN, play
 from tests.unit.test_session_like_torch import Points
-from tests.unit.test_session_together import EVEN, Loop
+from tests.unit.test_session_together import EVEN, Loop, lose_the_vote, rest, split_vote
 from tests.waiting import wait_until
 
 NODE = "n"  # that of `scripted`
@@ -166,7 +166,7 @@ def test_checkpoints_of_a_run_are_read_by_another_number_of_replicas(
         ends = [peer.end() for peer in cast.peers]
         wait_until(lambda: len(lone.reports) == 2, 30.0)
         records = [r.record for p in cast.peers for r in p.line.said if isinstance(r, wire.Committed)]
-    assert [r.snapshot for r in records] == [False, True, False]
+    assert [r.snapshot for r in records] == ["", "i1-1", ""]
     parts = tuple(sorted(lone.reports, key=lambda report: report["rank"]))
     answer = vault.commit(m.CommitCheckpoint(step=2, attempt="i1-1", parts=parts))
     assert answer.problem == "" and answer.written_bytes > 0
@@ -179,6 +179,19 @@ def test_checkpoints_of_a_run_are_read_by_another_number_of_replicas(
         assert [peer.end() for peer in cast.peers] == [ends[0]] * 3
     assert again.metrics.keys() == {(0, 2), (1, 2), (2, 2)}
     assert again.metrics[0, 2] == loop.metrics[0, 2]
+
+
+def test_who_rolls_the_step_of_a_snapshot_forward_writes_its_part_too(
+    lone: LoneKeeper, config: everstep.RunConfig
+) -> None:
+    checkpoint = everstep.CheckpointConfig(every_s=None, every_steps=1, at_end=False)
+    with play(2, Loop(), storage=config.storage, checkpoint=checkpoint) as cast, lose_the_vote(cast.peers[1]):
+        ahead, _ = split_vote(cast)
+        cast.form(2, (0, 1), step=1, roll_forward=(1,), vote=ahead.vote, **rest(ahead, (0, 1)))
+        for peer in cast.peers:
+            peer.end()
+    wanted = {(1, "i1-1", 0), (1, "i1-1", 1)}
+    wait_until(lambda: wanted <= {(r["step"], r["attempt"], r["rank"]) for r in lone.reports}, 30.0)
 
 
 def test_a_damaged_checkpoint_is_told_to_the_controller(lone: LoneKeeper, config: everstep.RunConfig) -> None:

@@ -356,7 +356,7 @@ def test_retention_keeps_the_last_the_every_the_pinned_and_the_base_of_a_live_at
     for step in range(1, 11):
         save(store, state(step), step, attempt=f"i0-{step}", world_size=1)
     pin(store, 3)
-    live = [LiveAttempt("i0-11", base_step=2)]
+    live = [LiveAttempt(11, "i0-11", base_step=2)]
     pruned = prune(store, Retention(keep_last=2, keep_every=5), incarnation=0, live=live, grace_s=1e6)
     assert committed_steps(store) == [10, 9, 5, 3, 2] and sorted(pruned.steps) == [1, 4, 6, 7, 8]
     # What was deleted with its checkpoint needs no grace.
@@ -376,11 +376,12 @@ def test_what_a_live_attempt_or_a_newer_incarnation_writes_is_left_alone() -> No
     snapshot = snapshot_of(state(2))
     for attempt in ("i0-1", "i0-2", "i3-0"):
         write_parts(store, snapshot, 2, attempt=attempt, world_size=1)
+    write_parts(store, snapshot, 3, attempt="i0-1", world_size=1)  # of the same generation, and given up
     foreign = ["steps/2/i00-1/x", "steps/2/readme", "steps/2/i0-1/sub/x", "other"]
     for key in foreign:
         store.put(key, b"?")
-    pruned = prune(store, Retention(), incarnation=0, live=[LiveAttempt("i0-1")], grace_s=-1)
-    assert pruned.objects == ("steps/2/i0-2/r0000.safetensors",)
+    pruned = prune(store, Retention(), incarnation=0, live=[LiveAttempt(2, "i0-1")], grace_s=-1)
+    assert pruned.objects == ("steps/2/i0-2/r0000.safetensors", "steps/3/i0-1/r0000.safetensors")
     assert {info.key for info in store.listing("")} >= {
         *foreign,
         "steps/2/i0-1/r0000.safetensors",

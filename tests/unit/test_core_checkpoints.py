@@ -18,7 +18,7 @@ def snapshot(stage: Stage, *, thinned: bool = False) -> int:
     stage.commit(tell=False)
     record = wire.Record(
         history=generation.history, generation=generation.number, step=number, metrics={"loss": 1.0}, samples=8,
-        step_s=0.1, snapshot=not thinned, thinned=thinned,
+        step_s=0.1, snapshot="" if thinned else "i1-1", thinned=thinned,
     )  # fmt: skip
     first = generation.members[0]
     stage.feed(wire.Committed(replica=first, generation=generation.number, record=record))
@@ -90,8 +90,8 @@ def test_an_attempt_that_a_newer_one_overtakes_is_given_up() -> None:
     stage = Stage().start()
     first, second = snapshot(stage), snapshot(stage)
     part(stage, first, 0)
-    for rank in range(3):
-        part(stage, second, rank)
+    orders = [order for rank in range(3) for order in part(stage, second, rank)]
+    assert [order.live for order in orders] == [((first, "i1-1"),)], "nothing of it is deleted meanwhile"
     done(stage, second)
     assert [(e.step) for e in stage.emitted(ev.CheckpointDropped)] == [first]
     assert not stage.core.attempts
