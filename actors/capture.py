@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _COPY_S = 600.0
 """A copy that takes longer is a bug."""
+_WRITTEN_S = 3600.0
+"""A part that takes longer is not waited for, nor by the controller."""
 _KEEPER_S, _AGAIN_S = 60.0, 0.2
 """How long a keeper may take to start, and how often it is looked for meanwhile."""
 
@@ -68,20 +70,33 @@ class Capture:
         """A snapshot is being copied or written; the next one has to wait."""
         return self._busy
 
-    def take(self, ticket: Ticket, snapshot: Snapshot, steady: Sequence[Tensor]) -> float:
-        """Begin to copy this replica's part; returns the seconds that the training thread spent here.
+    def take(self, ticket: Ticket, snapshot: Snapshot, steady: Sequence[Tensor]) -> None:
+        """Begin to copy this replica's part. Where that is impossible, the part is missing and training goes on.
 
         Args:
             snapshot: the whole state, by reference.
             steady: tensors that nobody changes before `settle`: parameters, optimizer state.
         """
-        begin = time.monotonic()
         if self._busy:
             raise InternalError("a snapshot was ordered while one is being taken")
         layout = snapshot.plan()
+        try:
+            later = self._copy_now(ticket, layout, snapshot.tensors, steady)
+        except (OSError, MemoryError, RuntimeError) as error:  # no room
+            self._give_up(ticket, error)
+            return
+        self._busy = self._copying = True
+        threading.Thread(
+            target=self._work, args=(ticket, layout, later), name="everstep-capture", daemon=True
+        ).start()
+
+    def _copy_now(
+        self, ticket: Ticket, layout: Layout, tensors: Sequence[Tensor], steady: Sequence[Tensor]
+    ) -> list[tuple[int, Tensor]]:
+        """Copy what may change at once; what may be copied later, and where to."""
         chunks = divide(cut(layout), ticket.world_size)[ticket.rank]
         self._staging.make_room(sum(chunk.nbytes for chunk in chunks))
-        pieces = _pieces(layout, chunks, snapshot.tensors)
+        pieces = _pieces(layout, chunks, tensors)
         calm = {tensor.untyped_storage().data_ptr() for tensor in steady}
         later = []
         for offset, source in pieces:
@@ -89,11 +104,13 @@ class Capture:
                 later.append((offset, source))
             else:
                 self._staging.put(offset, source)
-        self._busy = self._copying = True
-        threading.Thread(
-            target=self._work, args=(ticket, layout, later), name="everstep-capture", daemon=True
-        ).start()
-        return time.monotonic() - begin
+        return later
+
+    def _give_up(self, ticket: Ticket, error: Exception) -> None:
+        # A keeper that is still at it keeps the memory, which must not change under its hands.
+        self._staging.close()
+        _log.warning("checkpoint of step %d: this replica's part is missing: %s", ticket.step, error)
+        self._missing(ticket, f"{type(error).__name__}: {error}")
 
     def settle(self) -> None:
         """The state is about to change: return when nothing of it is still to be copied."""
@@ -135,8 +152,7 @@ class Capture:
                     self._changed.notify_all()
             self._hand_over(ticket, layout)
         except Exception as error:  # noqa: BLE001
-            _log.warning("checkpoint of step %d: this replica's part is missing: %s", ticket.step, error)
-            self._missing(ticket, f"{type(error).__name__}: {error}")
+            self._give_up(ticket, error)
         finally:
             with self._changed:
                 self._busy = False
@@ -145,7 +161,7 @@ class Capture:
                 self._changed.notify_all()
 
     def _hand_over(self, ticket: Ticket, layout: Layout) -> None:
-        """Give the part to the keeper, and wait until it needs our memory no more. Raises KeeperGone."""
+        """Give the part to the keeper, and wait until it needs our memory no more. Raises KeeperGone, TimeoutError."""
         request = {
             "descriptor": True, "size": self._staging.size, "step": ticket.step, "attempt": ticket.attempt,
             "generation": ticket.generation, "rank": ticket.rank, "world_size": ticket.world_size,
@@ -155,7 +171,7 @@ class Capture:
         self._line = None
         try:
             line.send(request, self._staging.descriptor)
-            answer, _ = line.receive()
+            answer, _ = line.receive(_WRITTEN_S)
         except BaseException:
             line.close()
             raise
@@ -164,7 +180,7 @@ class Capture:
             raise KeeperGone(f"the keeper could not write it: {answer.get('error')}")
 
     def _call(self) -> Line:
-        """The keeper may still be starting, or be started anew. Raises KeeperGone."""
+        """The keeper may still be starting, or be started anew; nothing tells us when. Raises KeeperGone."""
         deadline = time.monotonic() + _KEEPER_S
         while not self._closed.is_set():
             try:
@@ -209,7 +225,7 @@ class Staging:
         self._space[offset : offset + source.numel()].copy_(source, non_blocking=True)
 
     def settle(self) -> None:
-        """Copies from a device have arrived after this."""
+        """Copies from a device have arrived after this. They run on its default stream, behind what is queued there."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 

@@ -23,7 +23,6 @@ import ray
 
 _log = logging.getLogger(__name__)
 _ASK_S = 5.0
-_LOOK_EVERY_S = 2.0
 _MAX_REPLICAS = 256
 _NICE = 10
 """Training comes first where cores are scarce; a checkpoint may take a little longer."""
@@ -124,7 +123,8 @@ class Keeper:
             report = {
                 "step": request["step"], "attempt": request["attempt"], "generation": request["generation"],
                 "rank": request["rank"], "world_size": request["world_size"], "index": index,
-                "layout": request["layout"], "seconds": time.monotonic() - begin,
+                # Equal on all ranks, and large: one of them brings it.
+                "layout": request["layout"] if request["rank"] == 0 else None, "seconds": time.monotonic() - begin,
             }  # fmt: skip
             self._tell(report)
         except Exception as error:  # noqa: BLE001
@@ -139,31 +139,25 @@ class Keeper:
         return {"ok": True}
 
     def _write(self, request: dict[str, Any], memory: memoryview) -> dict[str, Any]:
-        from everstep.checkpoint.chunks import Chunk, cut, divide
-        from everstep.checkpoint.names import tensor_names
-        from everstep.checkpoint.part import PartSpec, write_part
+        from everstep.checkpoint.chunks import cut, divide
+        from everstep.checkpoint.part import PartSpec, views_packed, write_part
         from everstep.checkpoint.records import table_of
         from everstep.checkpoint.state import Layout
 
         layout = Layout.from_json(request["layout"])
         chunks = divide(cut(layout), int(request["world_size"]))[int(request["rank"])]
-        offsets: dict[Chunk, int] = {}
-        end = 0
-        for chunk in chunks:
-            offsets[chunk] = end
-            end += chunk.nbytes
         spec = PartSpec(
             step=int(request["step"]),
             generation=int(request["generation"]),
             attempt=str(request["attempt"]),
             rank=int(request["rank"]),
-            tensors=table_of(layout, tensor_names(layout.skeleton, len(layout.tensors))),
+            tensors=table_of(layout),
         )
         index = write_part(
             self._store,
             spec,
             chunks,
-            lambda chunk: memory[offsets[chunk] : offsets[chunk] + chunk.nbytes],
+            views_packed(chunks, memory),
             previous=self._newest(),
             bandwidth=self._bandwidth,
         )
@@ -202,8 +196,8 @@ class Keeper:
                 heard = time.monotonic()
             except (ValueError, ray.exceptions.RayError):
                 pass
-            threading.Event().wait(_LOOK_EVERY_S)
+            time.sleep(self._spec.lease_s / 4)
         with contextlib.suppress(ValueError, ray.exceptions.RayError):  # so that Ray does not start it again
             ray.kill(ray.get_actor(self._spec.name, namespace=self._spec.namespace), no_restart=True)
-            threading.Event().wait(_ASK_S)
+            time.sleep(_ASK_S)
         os._exit(0)

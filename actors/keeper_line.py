@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import os
 import socket
 from array import array
 from typing import Any, Final
@@ -53,8 +54,9 @@ class Line:
         except OSError as error:
             raise KeeperGone(f"the line to the keeper broke: {error}") from error
 
-    def receive(self) -> tuple[dict[str, Any], int | None]:
-        """The next message and its descriptor. Raises KeeperGone, TimeoutError."""
+    def receive(self, timeout_s: float | None = None) -> tuple[dict[str, Any], int | None]:
+        """The next message and its descriptor. `timeout_s`: longest silence. Raises KeeperGone, TimeoutError."""
+        self._socket.settimeout(timeout_s)
         while (end := self._buffer.find(b"\n")) < 0:
             if len(self._buffer) > MAX_LINE_BYTES:
                 raise KeeperGone("a line without an end")
@@ -88,6 +90,8 @@ class Line:
 
     def close(self) -> None:
         self._socket.close()
+        while self._descriptors:  # that came and were never asked for
+            os.close(self._descriptors.pop())
 
 
 def call(token: str, node: str, replica: int) -> Line:
@@ -98,23 +102,21 @@ def call(token: str, node: str, replica: int) -> Line:
         connected.connect(address(token, node))
         line = Line(connected)
         line.send({"proof": proof(token, node), "replica": replica})
-        answer, _ = line.receive()
+        answer, _ = line.receive(_HELLO_S)
     except (OSError, KeeperGone) as error:
         connected.close()
         raise KeeperGone(f"no keeper answers on this node: {error}") from error
     if not answer.get("ok"):
         connected.close()
         raise KeeperGone("the keeper of this node does not know this run's secret")
-    connected.settimeout(None)
     return line
 
 
 def answer_call(connected: socket.socket, token: str, node: str) -> tuple[Line, int] | None:
     """The keeper's side of `call`: the line and the replica's id, or None if it is a stranger's."""
-    connected.settimeout(_HELLO_S)
     line = Line(connected)
     try:
-        hello, _ = line.receive()
+        hello, _ = line.receive(_HELLO_S)
         shown, replica = hello.get("proof"), hello.get("replica")
         if not isinstance(shown, str) or not isinstance(replica, int):
             raise KeeperGone("not a hello")
@@ -122,7 +124,6 @@ def answer_call(connected: socket.socket, token: str, node: str) -> tuple[Line, 
             raise KeeperGone("not the run's secret")
         line.send({"ok": True})
     except (OSError, KeeperGone):
-        connected.close()
+        line.close()
         return None
-    connected.settimeout(None)
     return line, replica

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from everstep.actors.places import checkpoints_url
 from everstep.checkpoint.commit import read_commit, read_manifest
-from everstep.checkpoint.reader import read, want_all
+from everstep.checkpoint.reader import read_tensors
 from everstep.checkpoint.store import open_store
 
 if TYPE_CHECKING:
@@ -25,8 +25,6 @@ def restore(config: RunConfig, step: int, state: RegisteredState, moved: Callabl
     manifest = read_manifest(store, read_commit(store, step))
     layout = manifest.layout()
     buffers = state.receive_buffers(layout)
-    report = read(
-        store, manifest, want_all(manifest, buffers), check_headers=True, progress=lambda _: moved()
-    )
+    report = read_tensors(store, manifest, buffers, progress=lambda _: moved())
     state.load(layout.skeleton, buffers)
     return report.num_bytes

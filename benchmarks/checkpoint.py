@@ -28,12 +28,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from benchmarks import _common as common
@@ -42,7 +42,6 @@ from everstep.actors.capture import Capture, Staging, Ticket
 from everstep.checkpoint import commit
 from everstep.checkpoint.chunks import cut, divide
 from everstep.checkpoint.manifest import Manifest
-from everstep.checkpoint.names import tensor_names
 from everstep.checkpoint.part import PartIndex, PartSpec, views_of, write_part
 from everstep.checkpoint.reader import Wanted, read
 from everstep.checkpoint.records import table_of
@@ -136,7 +135,7 @@ def measure_loop(subject: Subject, url: str, compute_s: float) -> dict[str, Any]
     identity: Any = type("Id", (), {"token": TOKEN, "node": NODE, "replica": 0})()
     problems: list[str] = []
     taken = Capture(identity, lambda ticket, why: problems.append(why))
-    plain, each, stalls, totals = [], [], [], []
+    plain, each, stalls, writes = [], [], [], []
     number = num_taken = 0
 
     def step(*, snapshot: bool) -> tuple[float, float]:
@@ -161,27 +160,44 @@ def measure_loop(subject: Subject, url: str, compute_s: float) -> dict[str, Any]
             plain += [step(snapshot=False)[0] for _ in range(2)]
             stalls.append(step(snapshot=True)[1])
             taken.wait(300.0)
-            totals.append(json.loads(keeper.stdout.readline())["seconds"])
+            writes.append(json.loads(keeper.stdout.readline())["seconds"])
         before = num_taken
-        each = [step(snapshot=True)[0] for _ in range(4 * _TURNS)]
+        with watching(keeper.pid) as private_bytes:
+            each = [step(snapshot=True)[0] for _ in range(4 * _TURNS)]
+            taken.wait(300.0)
         written = num_taken - before
-        taken.wait(300.0)
-        peak = _peak_bytes(keeper.pid)
         taken.close()
     if problems:
         raise RuntimeError(f"a part was not written: {problems[0]}")
     return {
         "step_s": statistics.median(plain), "stall_s": statistics.median(stalls), "stalls_s": stalls,
         "step_with_checkpoint_each_step_ratio": statistics.median(each) / statistics.median(plain),
-        "checkpoints_of_those_steps": written / len(each), "write_s": statistics.median(totals),
-        "keeper_peak_bytes": peak,
+        "checkpoints_of_those_steps": written / len(each), "write_s": statistics.median(writes),
+        "keeper_extra_bytes": max(private_bytes) - private_bytes[0],
     }  # fmt: skip
 
 
-def _peak_bytes(pid: int) -> int:
-    """Most private memory of a process so far: its peak, less what it shares with us."""
-    info = psutil.Process(pid).memory_full_info()
-    return int(info.uss)
+@contextlib.contextmanager
+def watching(pid: int) -> Iterator[list[int]]:
+    """Memory of a process that is its own alone, every 20 ms; the first is that before the work."""
+    over, seen = threading.Event(), [_private_bytes(pid)]
+
+    def watch() -> None:
+        while not over.wait(0.02):
+            seen.append(_private_bytes(pid))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        over.set()
+        thread.join()
+
+
+def _private_bytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 
 def dcp_async_s(subject: Subject, folder: Path) -> float:
@@ -242,7 +258,7 @@ def write_whole(
 ) -> tuple[Manifest, list[PartIndex]]:
     """All parts, one after the other, and the commit."""
     layout = snapshot.plan()
-    tensors = table_of(layout, tensor_names(layout.skeleton, len(layout.tensors)))
+    tensors = table_of(layout)
     attempt = f"i1-{step}"
     parts = [
         write_part(
@@ -288,7 +304,7 @@ def server(folder: Path, mib: int) -> dict[str, float] | None:
     snapshot = Subject(mib).state.capture()
     layout = snapshot.plan()
     chunks = cut(layout)
-    tensors = table_of(layout, tensor_names(layout.skeleton, len(layout.tensors)))
+    tensors = table_of(layout)
     view = views_of(layout, snapshot.tensors)
     size = sum(chunk.nbytes for chunk in chunks)
     ours, raw = [], []

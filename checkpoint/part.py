@@ -151,16 +151,14 @@ def views_of(layout: Layout, tensors: Sequence[torch.Tensor]) -> ViewOf:
     return view
 
 
-def views_in(layout: Layout, space: memoryview) -> ViewOf:
-    """The bytes of chunks in one block of memory that holds the byte space of a layout (shared memory)."""
-
-    def view(chunk: Chunk) -> memoryview:
-        spec = layout.tensors[chunk.tensor]
-        shape = memory_shape(spec)
-        offset = spec.offset + offset_in(chunk.start, (0,) * len(shape), shape, spec.dtype.itemsize)
-        return space[offset : offset + chunk.nbytes]
-
-    return view
+def views_packed(chunks: Sequence[Chunk], memory: memoryview) -> ViewOf:
+    """The bytes of chunks that lie in `memory` one behind the other, in their order."""
+    offsets: dict[Chunk, int] = {}
+    end = 0
+    for chunk in chunks:
+        offsets[chunk] = end
+        end += chunk.nbytes
+    return lambda chunk: memory[offsets[chunk] : offsets[chunk] + chunk.nbytes]
 
 
 def write_part(

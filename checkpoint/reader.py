@@ -131,9 +131,14 @@ def read(
     return ReadReport(reader.num_bytes, reader.num_requests, clock() - begin)
 
 
-def read_tensors(store: Store, manifest: Manifest, tensors: Sequence[torch.Tensor]) -> ReadReport:
+def read_tensors(
+    store: Store,
+    manifest: Manifest,
+    tensors: Sequence[torch.Tensor],
+    progress: Callable[[int], None] | None = None,
+) -> ReadReport:
     """Fill the buffers of the whole layout; also checks the headers of the objects. See `read`."""
-    return read(store, manifest, want_all(manifest, tensors), check_headers=True)
+    return read(store, manifest, want_all(manifest, tensors), check_headers=True, progress=progress)
 
 
 def _bind(function: Callable[[Any], None], argument: Any) -> Callable[[], None]:

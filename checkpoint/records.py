@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from everstep.checkpoint import strict_json as strict
 from everstep.checkpoint.hashing import ALIGN_BYTES, hash64
-from everstep.checkpoint.names import MAX_NAME_LENGTH
+from everstep.checkpoint.names import MAX_NAME_LENGTH, tensor_names
 from everstep.checkpoint.safetensors_file import MAX_HEADER_BYTES
 from everstep.checkpoint.state import MAX_DIMS, MAX_TOTAL_BYTES, Layout
 from everstep.checkpoint.strict_json import Malformed
@@ -167,8 +167,9 @@ class StoredObject:
         return cls(known["key"], size, head, strict.hex_text(known["header_hash"], f"{what}.header_hash", 16))
 
 
-def table_of(layout: Layout, names: Sequence[str]) -> tuple[TensorEntry, ...]:
-    """The tensors of a layout under their names (`names.tensor_names`)."""
+def table_of(layout: Layout) -> tuple[TensorEntry, ...]:
+    """The tensors of a layout under their names (`names.tensor_names`). Raises StateError for a malformed skeleton."""
+    names = tensor_names(layout.skeleton, len(layout.tensors))
     return tuple(
         TensorEntry(name, dtype_name(spec.dtype), spec.shape, spec.order)
         for name, spec in zip(names, layout.tensors, strict=True)

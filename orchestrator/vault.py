@@ -14,7 +14,6 @@ from everstep.actors.places import checkpoints_url
 from everstep.checkpoint import commit
 from everstep.checkpoint.catalog import newest_whole
 from everstep.checkpoint.errors import AlreadyCommitted, StoreError, Superseded
-from everstep.checkpoint.names import tensor_names
 from everstep.checkpoint.part import PartIndex
 from everstep.checkpoint.records import table_of
 from everstep.checkpoint.retention import LiveAttempt, Retention, prune
@@ -65,7 +64,7 @@ class Vault:
         """Make the parts a checkpoint; whatever goes wrong is in the answer."""
         try:
             layout = Layout.from_json(order.parts[0]["layout"])
-            tensors = table_of(layout, tensor_names(layout.skeleton, len(layout.tensors)))
+            tensors = table_of(layout)
             parts = [PartIndex.from_json(part["index"], tensors) for part in order.parts]
             commit.commit(
                 self._store,

@@ -11,7 +11,6 @@ from everstep.checkpoint import chunks, commit, part, records
 from everstep.checkpoint.commit import begin
 from everstep.checkpoint.hashing import dense
 from everstep.checkpoint.manifest import Manifest
-from everstep.checkpoint.names import tensor_names
 from everstep.checkpoint.part import PartIndex, PartSpec
 from everstep.checkpoint.state import RegisteredState, Snapshot
 from everstep.checkpoint.store import Retry, Store, Writer, open_store
@@ -77,7 +76,7 @@ def write_parts(
 
 def table(snapshot: Snapshot) -> tuple[records.TensorEntry, ...]:
     layout = snapshot.plan()
-    return records.table_of(layout, tensor_names(layout.skeleton, len(layout.tensors)))
+    return records.table_of(layout)
 
 
 def commit_parts(

@@ -251,14 +251,12 @@ def test_a_part_is_written_once_and_a_cancelled_one_is_not_seen(tmp_path: Any) -
     assert len(seen) == 3 and not store.listing("steps/2/") and not store.unfinished()
 
 
-def test_the_bytes_of_a_shared_block_of_memory_are_the_bytes_of_the_tensors(tmp_path: Any) -> None:
+def test_the_bytes_of_packed_chunks_are_the_bytes_of_the_tensors(tmp_path: Any) -> None:
     snapshot = snapshot_of(odd_state())
     layout = snapshot.plan()
-    space = memoryview(bytearray(layout.total_bytes))
-    for spec, tensor in zip(layout.tensors, snapshot.tensors, strict=True):
-        space[spec.offset : spec.offset + spec.nbytes] = byte_view(tensor)
-    one, other = part.views_of(layout, snapshot.tensors), part.views_in(layout, space)
-    assert all(one(chunk) == other(chunk) for chunk in chunks.cut(layout, 64))
+    one, mine = part.views_of(layout, snapshot.tensors), chunks.divide(chunks.cut(layout, 32), 3)[1]
+    other = part.views_packed(mine, memoryview(b"".join(bytes(one(chunk)) for chunk in mine)))
+    assert len(mine) > 3 and all(one(chunk) == other(chunk) for chunk in reversed(mine))
 
 
 def bad_names() -> list[Any]:
