@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 import everstep
 from everstep.errors import ConfigError, ControllerUnreachable, EverstepError, RunNotFound
+from everstep.orchestrator import cli_options as options
 from everstep.orchestrator import cli_relay, cli_submit, connect, environment
 from everstep.orchestrator.cli_checkpoints import checkpoints
 from everstep.orchestrator.words import count
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Failure(click.ClickException):
@@ -76,18 +74,9 @@ def main() -> None:
     cli()
 
 
-def _address(command: F) -> F:
-    help_text = "The Ray cluster: http://HOST:8265, HOST:6379, or ray://HOST:10001."
-    return click.option("--address", metavar="ADDRESS", help=help_text)(command)
-
-
-def _json(command: F) -> F:
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")(command)
-
-
 @cli.command(context_settings={"allow_interspersed_args": False})
 @click.option("--name", metavar="RUN", help="Name of the run; the script's RunConfig then needs none.")
-@_address
+@options.address
 @click.option(
     "--working-dir", metavar="DIR", help="Folder that is copied to the cluster; the script runs in it."
 )
@@ -95,7 +84,7 @@ def _json(command: F) -> F:
 @click.option("--runtime-env-json", metavar="JSON", help="The same as JSON text.")
 @click.option("--submission-id", metavar="ID", help="Ray's id for the job; made up when left out.")
 @click.option("--no-wait", is_flag=True, help="Return when the job is submitted, instead of showing its log.")
-@_json
+@options.as_json
 @click.argument("entrypoint", nargs=-1, required=True, type=click.UNPROCESSED)
 def submit(
     name: str | None,
@@ -128,11 +117,9 @@ def submit(
 
 @cli.command()
 @click.argument("run", required=False)
-@_address
-@_json
-@click.option(
-    "--storage", metavar="URL", help="Where ended runs are looked up. Default: EVERSTEP_STORAGE, ~/everstep."
-)
+@options.address
+@options.as_json
+@options.storage
 def status(run: str | None, address: str | None, as_json: bool, storage: str | None) -> None:
     """Show all live runs, or everything about RUN."""
     from everstep.orchestrator import cli_show, cli_watch
@@ -149,8 +136,8 @@ def status(run: str | None, address: str | None, as_json: bool, storage: str | N
 @cli.command()
 @click.argument("run")
 @click.argument("replicas", metavar="N", type=click.IntRange(min=1))
-@_address
-@_json
+@options.address
+@options.as_json
 def scale(run: str, replicas: int, address: str | None, as_json: bool) -> None:
     """Let RUN have N replicas from its next step on, as soon as the cluster has room."""
     _at_cluster(address)
@@ -161,8 +148,8 @@ def scale(run: str, replicas: int, address: str | None, as_json: bool) -> None:
 @cli.command()
 @click.argument("run")
 @click.argument("node")
-@_address
-@_json
+@options.address
+@options.as_json
 def drain(run: str, node: str, address: str | None, as_json: bool) -> None:
     """Let RUN leave NODE at its next step. NODE is a node id of Ray, its first digits, or a host name."""
     _at_cluster(address)
@@ -173,8 +160,8 @@ def drain(run: str, node: str, address: str | None, as_json: bool) -> None:
 @cli.command()
 @click.argument("run")
 @click.option("--now", is_flag=True, help="Do not finish the step that is being computed.")
-@_address
-@_json
+@options.address
+@options.as_json
 def stop(run: str, now: bool, address: str | None, as_json: bool) -> None:
     """End RUN after its current step."""
     _at_cluster(address)
@@ -186,11 +173,9 @@ def stop(run: str, now: bool, address: str | None, as_json: bool) -> None:
 @click.argument("run")
 @click.option("-f", "--follow", is_flag=True, help="Go on with new events until the run has ended.")
 @click.option("--steps", is_flag=True, help="Show every committed step too; JSON always has them.")
-@_address
-@_json
-@click.option(
-    "--storage", metavar="URL", help="Where ended runs are looked up. Default: EVERSTEP_STORAGE, ~/everstep."
-)
+@options.address
+@options.as_json
+@options.storage
 def events(
     run: str, follow: bool, steps: bool, address: str | None, as_json: bool, storage: str | None
 ) -> None:

@@ -1,21 +1,21 @@
 """`everstep checkpoints`: what a run has in storage, whether it is whole, and how it leaves and enters.
 
-Called by cli.py. Works on storage alone: no cluster and no live run is needed. torch
-is imported when a command needs it.
+Called by cli.py. Works on storage alone: no cluster and no live run is needed. torch is imported when
+a command needs it.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import click
 
 from everstep.errors import ConfigError
+from everstep.orchestrator import cli_options as options
 from everstep.orchestrator import environment
 from everstep.orchestrator.cli_show import table
 from everstep.orchestrator.words import amount_bytes, count
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from everstep.checkpoint.manifest import Manifest
     from everstep.checkpoint.store import Store
 
-F = TypeVar("F", bound=Callable[..., Any])
 _COLUMNS = ("STEP", "WRITTEN", "GENERATION", "STATE")
 
 
@@ -33,23 +32,10 @@ def checkpoints() -> None:
     """List, check, export and import the checkpoints of a run."""
 
 
-def _storage(command: F) -> F:
-    text = "Where the run keeps things. Default: EVERSTEP_STORAGE, ~/everstep."
-    return click.option("--storage", metavar="URL", help=text)(command)
-
-
-def _json(command: F) -> F:
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")(command)
-
-
-def _step(command: F) -> F:
-    return click.option("--step", type=click.IntRange(min=0), help="Default: the newest.")(command)
-
-
 @checkpoints.command("ls")
 @click.argument("run")
-@_storage
-@_json
+@options.storage
+@options.as_json
 def list_them(run: str, storage: str | None, as_json: bool) -> None:
     """Show the checkpoints of RUN, newest first."""
     from everstep.checkpoint.catalog import list_checkpoints
@@ -77,9 +63,9 @@ def list_them(run: str, storage: str | None, as_json: bool) -> None:
 
 @checkpoints.command()
 @click.argument("run")
-@_step
-@_storage
-@_json
+@options.step
+@options.storage
+@options.as_json
 def inspect(run: str, step: int | None, storage: str | None, as_json: bool) -> None:
     """Show what is in one checkpoint of RUN: every tensor's name, dtype and shape."""
     _, manifest = _open(run, storage, step)
@@ -102,9 +88,9 @@ def inspect(run: str, step: int | None, storage: str | None, as_json: bool) -> N
 
 @checkpoints.command()
 @click.argument("run")
-@_step
-@_storage
-@_json
+@options.step
+@options.storage
+@options.as_json
 @click.pass_context
 def verify(ctx: click.Context, run: str, step: int | None, storage: str | None, as_json: bool) -> None:
     """Read every byte of one checkpoint of RUN. Exit code 1 if it is not what was written."""
@@ -128,8 +114,8 @@ def verify(ctx: click.Context, run: str, step: int | None, storage: str | None, 
 @click.option(
     "--to", "kind", type=click.Choice(["safetensors", "dcp"]), default="safetensors", show_default=True
 )
-@_step
-@_storage
+@options.step
+@options.storage
 def export_to(run: str, folder: Path, kind: str, step: int | None, storage: str | None) -> None:
     """Write one checkpoint of RUN to FOLDER, for other programs."""
     from everstep.checkpoint.convert import export_safetensors
@@ -146,7 +132,7 @@ def export_to(run: str, folder: Path, kind: str, step: int | None, storage: str 
 @click.option("--step", type=click.IntRange(min=1), required=True, help="The step that RUN then begins with.")
 @click.option("--name", help="The registered object that these tensors are the state of, such as model.")
 @click.option("--trust-pickle", is_flag=True, help="For DCP, whose metadata is a pickle: run the code in it.")
-@_storage
+@options.storage
 def import_from(
     run: str, source: Path, step: int, name: str | None, trust_pickle: bool, storage: str | None
 ) -> None:
@@ -167,7 +153,7 @@ def import_from(
 @checkpoints.command()
 @click.argument("run")
 @click.option("--keep-last", type=click.IntRange(min=1), required=True, help="So many of the newest stay.")
-@_storage
+@options.storage
 def prune(run: str, keep_last: int, storage: str | None) -> None:
     """Delete older checkpoints of RUN, and what dead writers left more than an hour ago."""
     from everstep.checkpoint.commit import newest_incarnation

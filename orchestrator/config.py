@@ -8,7 +8,8 @@ and what would be right, before anything is started.
     ├── scaling    ScalingConfig     how many replicas, and what each needs
     ├── batch      BatchConfig       the global batch and its logical shards
     ├── failure    FailureConfig     how much may go wrong before the run gives up
-    └── detection  DetectionConfig   how long to wait for whom
+    ├── detection  DetectionConfig   how long to wait for whom
+    └── checkpoint CheckpointConfig  when the state goes to storage
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from everstep.orchestrator.config_rules import (
 )
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_SECRET = "***"
 
 
 @section("scaling")
@@ -214,7 +216,8 @@ class CheckpointConfig:
     every_steps: int | None = None
     """Also after each so many steps. One that is due while the last is still being written is left out, and said."""
     at_end: bool = True
-    """Also after the last step: what was trained is in storage when the run has finished."""
+    """Also after the last step: what was trained is in storage when the run has finished. Counts only where `every_s` or
+    `every_steps` is given; with neither, nothing is written."""
     keep_last: int = 3
     """So many of the newest stay. One to use, one if that turns out damaged, one more."""
     keep_every: int | None = None
@@ -323,6 +326,15 @@ class RunConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dicts, JSON-safe; `from_dict` gives an equal config back."""
         return plain(self)
+
+    def to_public_dict(self) -> dict[str, Any]:
+        """`to_dict` for a run's record, which is no place for secrets: values of `env_vars` and `storage_options`, and
+        what stands before the host in `storage`, are left out."""
+        values = self.to_dict()
+        for holder, name in ((values, "env_vars"), (values["checkpoint"], "storage_options")):
+            holder[name] = dict.fromkeys(holder[name], _SECRET)
+        values["storage"] = re.sub(r"://[^/@]*@", f"://{_SECRET}@", self.storage)
+        return values
 
     @classmethod
     def from_yaml(cls, path_or_text: str | Path) -> RunConfig:

@@ -29,9 +29,6 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from everstep.actors import wire
-from everstep.actors.keeper import KeeperSpec
-from everstep.actors.places import checkpoints_url
-from everstep.checkpoint.errors import StoreError
 from everstep.errors import ConfigError, ControllerUnreachable, EverstepError
 from everstep.orchestrator import connect
 from everstep.orchestrator import events as ev
@@ -39,30 +36,25 @@ from everstep.orchestrator.cluster import (
     ClusterView,
     NodeChange,
     cause_of_death,
-    create_keeper,
     create_replica,
-    end_actors,
 )
 from everstep.orchestrator.connect import error_answer
 from everstep.orchestrator.core import Core, Phase
 from everstep.orchestrator.core import model as m
-from everstep.orchestrator.eventlog import EventLog
+from everstep.orchestrator.keeping import Keeping
 from everstep.orchestrator.lines import Lines
+from everstep.orchestrator.recorder import Recorder
 from everstep.orchestrator.settings import GC_THRESHOLDS, settings_of
 from everstep.orchestrator.status import status_of
 from everstep.policies.budget import FailureClass
 
 if TYPE_CHECKING:
     from everstep.orchestrator.config import RunConfig
-    from everstep.orchestrator.vault import Vault
 
 _log = logging.getLogger(__name__)
 _NODES_EVERY_S = 1.0
-_FLUSH_EVERY_S = 0.5
-_KEEP_EVENTS = 20_000
 DRIVER_SILENCE_S = 5.0
 """A driver asks for events every two seconds; after this long without it, another one may take its place."""
-_VAULT_AGAIN_S = 10.0
 _SETTLE_S = 8.0
 """How long a command waits for a controller that came back to know who is there; less than callers wait for an answer."""
 _FIRST_TRY_S = 5.0
@@ -98,35 +90,19 @@ class Controller:
         self._core = Core(settings_of(spec.config))
         self._lines = Lines(self._on_line, self._on_line_lost)
         self._actors: dict[int, Any] = {}
-        self._events: list[str] = []
-        # Readers keep their place over a restart: a successor numbers on from far above.
-        self._first_event = time.time_ns() // 1_000_000 if restarted else 0
-        self._news = asyncio.Event()
-        self._unwritten: list[ev.Event] = []
-        self._log = EventLog(
-            spec.config.storage,
-            spec.config.name,
-            incarnation=self._incarnation,
-            options=spec.config.checkpoint.storage_options,
-        )
+        self._recorder = Recorder(spec.config, self._incarnation, restarted=restarted)
+        self._keeping = Keeping(spec.config, spec.token, self._feed)
         self._driver_seen = time.monotonic()
         self._ready = threading.Event()
         self._ended_at: float | None = None
         self._collected = False
         self._cluster = ClusterView()
         self._store: Any = None
-        self._vault: Vault | None = None
         self._nodes: set[str] = set()
         """On which replicas have been."""
-        self._keepers: dict[str, Any] = {}
-        """By node; None while one is being made, or could not be."""
-        self._writing = concurrent.futures.ThreadPoolExecutor(
-            max_workers=1, thread_name_prefix="everstep-vault"
-        )
+        self._settled = asyncio.Event()
+        """It is known who is there."""
         self._pool = concurrent.futures.ThreadPoolExecutor(max_workers=8, thread_name_prefix="everstep-ray")
-        self._slow = concurrent.futures.ThreadPoolExecutor(
-            max_workers=1, thread_name_prefix="everstep-storage"
-        )
         self._loop = asyncio.new_event_loop()
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -164,7 +140,7 @@ class Controller:
         if driver:
             self._driver_seen = time.monotonic()
         return await asyncio.wrap_future(
-            asyncio.run_coroutine_threadsafe(self._events_after(after, min(wait_s, 30.0)), self._loop)
+            asyncio.run_coroutine_threadsafe(self._recorder.after(after, min(wait_s, 30.0)), self._loop)
         )
 
     async def driver_alive(self) -> bool:
@@ -199,9 +175,9 @@ class Controller:
         self._store, self._core.store = await self._loop.run_in_executor(self._pool, _start_store, host)
         self._ready.set()
         if self._config.checkpoint.wanted:
-            self._spawn(self._open_vault(restarted))
+            self._spawn(self._keeping.open(self._incarnation, first=not restarted))
         self._spawn(self._watch_nodes())
-        self._spawn(self._flush_forever())
+        self._spawn(self._recorder.flush_forever())
         await self._tick_forever()
 
     async def _begin(self, restarted: bool) -> None:
@@ -210,7 +186,7 @@ class Controller:
         wanted = self._config.checkpoint.wanted
         if not restarted and not found:
             self._feed(m.Start(incarnation=self._incarnation, search=wanted))
-            self._record(ev.RunStarted(incarnation=self._incarnation, config=self._public_config()))
+            self._record(ev.RunStarted(incarnation=self._incarnation, config=self._config.to_public_dict()))
             return
         for replica in found:
             self._actors[replica] = await self._loop.run_in_executor(
@@ -220,32 +196,6 @@ class Controller:
         self._feed(m.Adopt(incarnation=self._incarnation, replicas=tuple(found), search=wanted))
         for replica, actor in self._actors.items():
             self._watch(replica, actor.watch.remote())
-
-    async def _open_vault(self, restarted: bool) -> None:
-        """Find the newest checkpoint. A first start cannot do without; a controller that came back tries for ever, as
-        nobody needs it while replicas live."""
-        self._vault = await self._loop.run_in_executor(self._writing, _make_vault, self._config)
-        while True:
-            try:
-                step = await self._loop.run_in_executor(
-                    self._writing, self._vault.open, self._incarnation, not restarted
-                )
-            except EverstepError as error:
-                if not restarted:
-                    self._feed(m.Fail(reason=f"{type(error).__name__}: {error}"))
-                    return
-                _log.warning("run %s: %s", self._config.name, error)
-                await asyncio.sleep(_VAULT_AGAIN_S)
-            else:
-                self._feed(m.CheckpointFound(step=step))
-                return
-
-    def _public_config(self) -> dict[str, Any]:
-        """For the run's record, which is no place for secrets."""
-        config = self._config.to_dict()
-        options = config["checkpoint"]["storage_options"]
-        config["checkpoint"]["storage_options"] = dict.fromkeys(options, "...")
-        return config
 
     async def _tick_forever(self) -> None:
         while self._core.phase is not Phase.ENDED:
@@ -263,15 +213,13 @@ class Controller:
         for replica in list(self._actors):
             await self._kill(replica, "the run is over")
         if self._config.checkpoint.wanted:
-            prefix = connect.keeper_name(self._config.name, "")
-            with contextlib.suppress(ray.exceptions.RayError):
-                await self._loop.run_in_executor(self._pool, end_actors, prefix)
+            await self._keeping.close()
         self._lines.close()
-        written = await self._flush_until(_FIRST_TRY_S)
+        written = await self._recorder.flush_until(_FIRST_TRY_S)
         self._ended_at = time.monotonic()  # from now on readers are told so
-        self._news.set()
+        self._recorder.close()
         if not written:
-            await self._flush_until(_LAST_WORDS_S)
+            await self._recorder.flush_until(_LAST_WORDS_S)
         linger_s = 0.0 if self._driver_gone() else _LINGER_S
         while not self._collected and time.monotonic() - self._ended_at < linger_s:
             self._wake.clear()
@@ -314,6 +262,8 @@ class Controller:
             self._perform(command)
         if self._core.phase is not before:
             self._wake.set()
+        if self._core.started and self._core.phase is not Phase.ADOPTING:
+            self._settled.set()
 
     def _perform(self, command: m.Command) -> None:
         if isinstance(command, m.Send):
@@ -325,21 +275,14 @@ class Controller:
         elif isinstance(command, m.Emit):
             self._record(command.event)
         elif isinstance(command, m.CommitCheckpoint):
-            self._spawn(self._commit_checkpoint(command))
+            self._spawn(self._keeping.commit(command))
         else:
-            self._spawn(self._find_checkpoint(command))
+            self._spawn(self._keeping.find(command))
 
     def _record(self, event: ev.Event) -> None:
-        stamped = event.stamped(self._now(), self._config.name)
-        self._unwritten.append(stamped)
-        self._events.append(stamped.to_json())
-        if len(self._events) > _KEEP_EVENTS:
-            surplus = len(self._events) - _KEEP_EVENTS
-            del self._events[:surplus]
-            self._first_event += surplus
-        self._news.set()
+        self._recorder.add(event.stamped(self._now(), self._config.name))
         if isinstance(event, ev.StepCommitted) and self._config.checkpoint.wanted:
-            self._have_keepers()
+            self._keeping.have_keepers(self._nodes)
 
     async def _launch(self, command: m.Launch) -> None:
         try:
@@ -396,66 +339,6 @@ class Controller:
         with contextlib.suppress(ray.exceptions.RayError):
             await self._loop.run_in_executor(self._pool, lambda: ray.kill(actor, no_restart=True))
 
-    # ---- checkpoints
-
-    async def _commit_checkpoint(self, command: m.CommitCheckpoint) -> None:
-        """A supervisor: whatever happens there is an answer, for the end of the run may wait for it."""
-        try:
-            if self._vault is None or self._core.searching:
-                raise StoreError("storage has not been reached since the controller came back")
-            done = await self._loop.run_in_executor(self._writing, self._vault.commit, command)
-        except Exception as error:  # noqa: BLE001
-            problem = f"{type(error).__name__}: {error}"
-            done = m.CheckpointDone(step=command.step, attempt=command.attempt, problem=problem)
-        self._feed(done)
-        if self._vault is not None and not done.problem:
-            await self._loop.run_in_executor(self._writing, self._vault.prune, command.live)
-
-    async def _find_checkpoint(self, command: m.FindCheckpoint) -> None:
-        """Tried until storage answers: without it nobody knows where to begin."""
-        assert self._vault is not None
-        while True:
-            try:
-                step = await self._loop.run_in_executor(
-                    self._writing, self._vault.find_other, command.refused, command.reason
-                )
-            except EverstepError as error:
-                _log.warning("run %s: %s", self._config.name, error)
-                await asyncio.sleep(_VAULT_AGAIN_S)
-            else:
-                self._feed(m.CheckpointFound(step=step))
-                return
-
-    def _have_keepers(self) -> None:
-        """Training goes: now, and not while replicas start, each of their nodes gets its keeper."""
-        for node in self._nodes - self._keepers.keys():
-            self._keepers[node] = None
-            self._launches.add(self._spawn(self._keep(node)))
-
-    async def _keep(self, node: str) -> None:
-        """A keeper on a node that has replicas. Told to Ray once; a node whose keeper is missing writes no parts."""
-        spec = KeeperSpec(
-            run=self._config.name,
-            name=connect.keeper_name(self._config.name, node),
-            token=self._spec.token,
-            node=node,
-            url=checkpoints_url(self._config),
-            storage_options=self._config.checkpoint.storage_options,
-            bytes_per_s=self._config.checkpoint.bytes_per_s,
-            controller=connect.controller_name(self._config.name),
-            namespace=connect.NAMESPACE,
-            lease_s=self._config.detection.lease_s,
-        )
-        try:
-            self._keepers[node] = await self._loop.run_in_executor(self._pool, create_keeper, spec)
-        except (ValueError, RuntimeError, ray.exceptions.RayError) as error:
-            _log.warning(
-                "run %s: no keeper on node %s, its replicas write no checkpoints: %s",
-                self._config.name,
-                node,
-                error,
-            )
-
     # ---- replicas' connections
 
     def _on_line(self, replica: int | None, message: wire.Message) -> int | None:
@@ -509,57 +392,7 @@ class Controller:
                 self._feed(m.NodeGone(node=node))
             await asyncio.sleep(_NODES_EVERY_S)
 
-    # ---- storage and readers
-
-    async def _flush_forever(self) -> None:
-        while self._core.phase is not Phase.ENDED:
-            await asyncio.sleep(_FLUSH_EVERY_S)
-            await self._flush()
-
-    async def _flush_until(self, patience_s: float) -> bool:
-        """Write the run's last events, which nobody will write after us; False if storage did not take them in time."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(patience_s):
-                while not await self._flush():
-                    await asyncio.sleep(1.0)
-                return True
-        return False
-
-    async def _flush(self) -> bool:
-        """Whether all events are written."""
-        batch, self._unwritten = self._unwritten, []
-        try:
-            # Shielded: a batch that waits behind a slow one must not be forgotten when we stop waiting for it.
-            await asyncio.shield(self._loop.run_in_executor(self._slow, self._write, batch))
-        except Exception as error:  # noqa: BLE001 - any store's error: the events are kept and tried again
-            _log.warning(
-                "run %s: events could not be written to %s: %s",
-                self._config.name,
-                self._config.storage,
-                error,
-            )
-            return False
-        return True
-
-    def _write(self, batch: list[ev.Event]) -> None:
-        """In the storage thread, the only one that touches the log."""
-        self._log.add(*batch)
-        self._log.flush()
-
-    async def _events_after(self, after: int, wait_s: float) -> dict[str, Any]:
-        deadline = time.monotonic() + wait_s
-        while self._first_event + len(self._events) <= after and self._ended_at is None:
-            rest = deadline - time.monotonic()
-            if rest <= 0:
-                break
-            self._news.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), rest)
-        start = max(after - self._first_event, 0)
-        batch = self._events[start : start + 2000]
-        following = self._first_event + start + len(batch)
-        ended = self._ended_at is not None and following >= self._first_event + len(self._events)
-        return {"events": batch, "next": following, "ended": ended}
+    # ---- the driver
 
     def _driver_gone(self) -> bool:
         grace_s = self._config.detection.driver_grace_s
@@ -587,14 +420,13 @@ class Controller:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), self._loop))
 
     async def _until_settled(self) -> None:
-        deadline = time.monotonic() + _SETTLE_S
-        while not self._core.started or self._core.phase is Phase.ADOPTING:
-            if time.monotonic() > deadline:
-                raise ControllerUnreachable(
-                    f"the controller of run {self._config.name!r} has just come back and still hears its replicas; "
-                    "nothing was changed, try again in a moment"
-                )
-            await asyncio.sleep(0.05)
+        try:
+            await asyncio.wait_for(self._settled.wait(), _SETTLE_S)
+        except TimeoutError:
+            raise ControllerUnreachable(
+                f"the controller of run {self._config.name!r} has just come back and still hears its replicas; "
+                "nothing was changed, try again in a moment"
+            ) from None
 
     def _status(self) -> dict[str, Any]:
         picture = status_of(self._core, self._config, self._now(), self._started_wall)
@@ -654,14 +486,6 @@ class Controller:
             "generations": core.counts["generations"],
             "buckets": dict(core.clock.seconds),
         }
-
-
-def _make_vault(config: RunConfig) -> Vault:
-    from everstep.orchestrator.vault import (
-        Vault,  # needs torch, for dtypes: imported while replicas import theirs
-    )
-
-    return Vault(config)
 
 
 def _own_address(network: str | None) -> str:

@@ -109,14 +109,13 @@ def send_out(run: RunState, plan: Plan) -> None:
     run.number += 1
     lost = run.step - plan.step
     if plan.state_lost:
-        run.history, run.first_number, run.step = run.history + 1, run.number, plan.step
+        run.history, run.first_number = run.history + 1, run.number
+        run.begin_at(plan.step)
         run.total = run.announced
         run.records.clear()
-        run.durable_step = None if run.durable_step is None else plan.step
         run.emit(events.StateLost(step=plan.step))
     elif plan.restore:
-        run.step = plan.step
-        run.durable_step = None if run.durable_step is None else plan.step
+        run.begin_at(plan.step)
     if plan.restore:
         run.emit(events.CheckpointUsed(step=plan.step, finished=plan.final))
     run.reached = plan.step

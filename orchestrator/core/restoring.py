@@ -30,9 +30,8 @@ def on_found(run: RunState, event: m.CheckpointFound) -> None:
     """The newest one that is whole."""
     run.checkpoint_step = event.step
     if run.generation is None and run.adopt is None:
-        run.first_step = run.step = event.step
+        run.first_step = event.step
+        run.begin_at(event.step)
     elif run.refused:
-        run.step = min(run.step, event.step)
-    if run.durable_step is not None:
-        run.durable_step = min(run.durable_step, run.step) if run.generation is not None else run.step
+        run.begin_at(min(run.step, event.step))
     run.searching = run.refused = False

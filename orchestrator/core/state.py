@@ -197,6 +197,12 @@ class RunState:
         """Replicas that count towards the wished number."""
         return len(self.replicas) - len(self.index[ReplicaState.RELEASED]) - self.num_leaving
 
+    def begin_at(self, step: int) -> None:
+        """The run stands at another step than the one it was led to: that of a checkpoint, or of what is left of the state."""
+        self.step = step
+        if self.durable_step is not None:
+            self.durable_step = step
+
     def known_step(self) -> int:
         """The replicas may forget the records of all steps below."""
         return self.step if self.durable_step is None else min(self.step, self.durable_step)
