@@ -7,6 +7,7 @@ are put in, the deadline comes out. What happens at the deadline (stack dump, su
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass
 
 
@@ -45,6 +46,11 @@ class StepDurations:
         if not self.durations_s:
             return None
         return sorted(self.durations_s)[math.ceil(0.99 * len(self.durations_s)) - 1]
+
+    @property
+    def recent_s(self) -> float | None:
+        """Median of the last 20 that are kept: what a step takes now. None while nothing is kept."""
+        return statistics.median(self.durations_s[-20:]) if self.durations_s else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,8 @@ class RebalanceObservation:
     """Smoothed compute seconds per logical shard, waiting excluded; None while a replica has not been measured."""
     ranges: Sequence[range]
     """The present deal."""
+    step_s: float | None = None
+    """Seconds of a whole step of late, waiting and commit included. None: the compute time alone is looked at."""
     steps_since_change: int | None = None
     """Steps committed since the deal last changed, for whatever reason. None: the state is reset at each change."""
 
@@ -53,13 +55,14 @@ class RebalanceDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rebalance:
-    """Deal anew by speed when that shortens a step's compute time by `min_gain` and has done so for `hold_steps`.
+    """Deal anew by speed when that shortens a step by `min_gain` and has done so for `hold_steps`.
 
-    Compute time of a step = max over replicas of (shards owned * seconds per shard).
+    Compute time of a step = max over replicas of (shards owned * seconds per shard). What it falls by is held against
+    the time of the whole step: of a step that is mostly commit, no deal makes a faster one.
     """
 
     min_gain: float = 0.15
-    """Fraction of the step's compute time: below it the change costs more than it brings."""
+    """Fraction of the step's time: below it the change costs more than it brings."""
     hold_steps: int = 20
     """Steps for which the gain must hold, and steps that a new deal is left alone for."""
 
@@ -76,9 +79,11 @@ class Rebalance:
         new = deal(sum(map(len, ranges)), len(ranges), [1.0 / seconds for seconds in known])
         now_s = max(len(owned) * seconds for owned, seconds in zip(ranges, known, strict=True))
         then_s = max(len(owned) * seconds for owned, seconds in zip(new, known, strict=True))
-        gain = 1.0 - then_s / now_s
+        whole_s = max(now_s, observation.step_s or 0.0)
+        gain = (now_s - then_s) / whole_s
         numbers = (
-            f"compute time of a step {now_s:.4g} s now, {then_s:.4g} s when dealt by speed ({gain:.0%} less)"
+            f"compute time of a step {now_s:.4g} s now, {then_s:.4g} s when dealt by speed "
+            f"({gain:.0%} of its {whole_s:.4g} s)"
         )
         if gain < self.min_gain:
             return _leave(f"{numbers}: not worth a change under {self.min_gain:.0%}")

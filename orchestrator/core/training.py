@@ -112,7 +112,10 @@ def check_speeds(run: RunState, step: int) -> None:
         return
     decision = run.rebalance.decide(
         RebalanceObservation(
-            step=step, seconds_per_shard=pace, ranges=[range(*r) for r in generation.ranges]
+            step=step,
+            seconds_per_shard=pace,
+            ranges=[range(*r) for r in generation.ranges],
+            step_s=run.durations.recent_s,
         ),
         run.rebalance_state,
     )

@@ -62,7 +62,10 @@ def test_a_name_in_use_is_refused_and_two_runs_do_not_know_of_each_other(name: s
         first.kill(first.replicas()[0])
         first.wait_world(1)
         assert first.finish().digest == second.finish().digest
-    assert not [r for r in second.result.recoveries if r.generation_before], "the other run was not disturbed"
+    # Shards may be dealt anew by measured speed at any time; nobody was lost, nothing was computed twice.
+    lost = [r for r in second.result.recoveries if r.blamed_replica is not None or r.shards_recomputed]
+    assert not lost, "the other run was not disturbed"
+    assert {r.world_size_after for r in second.result.recoveries} <= {2}
 
 
 DRIVER = """

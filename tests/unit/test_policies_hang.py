@@ -62,3 +62,14 @@ def test_the_window_is_bounded_and_the_percentile_is_one_of_its_values(durations
 def test_a_duration_that_is_none_is_refused(bad: float) -> None:
     with pytest.raises(ValueError, match="duration"):
         StepDurations().added(bad)
+
+
+def test_recent_is_the_median_of_the_last_twenty() -> None:
+    state = StepDurations(first_steps=0)
+    assert state.recent_s is None
+    for duration_s in [300.0, *[1.0] * 19]:
+        state = state.added(duration_s)
+    assert state.recent_s == 1.0, "one long step says nothing"
+    for _ in range(11):
+        state = state.added(3.0)
+    assert state.recent_s == 3.0

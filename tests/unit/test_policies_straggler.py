@@ -22,12 +22,14 @@ def decide(
     ranges: tuple[range, ...] | None = None,
     since: int | None = None,
     state: RebalanceState | None = None,
+    step_s: float | None = None,
 ) -> RebalanceDecision:
     observation = RebalanceObservation(
         step=step,
         seconds_per_shard=pace,
         ranges=deal(12, 3) if ranges is None else ranges,
         steps_since_change=since,
+        step_s=step_s,
     )
     return Rebalance().decide(observation, RebalanceState() if state is None else state)
 
@@ -68,6 +70,15 @@ def test_a_small_gain_moves_nothing() -> None:
     decision = decide(500, [1.0, 1.0, 1.1], state=state)
     assert decision.ranges is None
     assert "not worth a change" in decision.reason
+
+
+def test_what_a_deal_saves_is_held_against_the_whole_step() -> None:
+    state = RebalanceState(better_since_step=0)
+    assert decide(500, [1.0, 1.0, 2.0], state=state, step_s=8.0).ranges is not None
+    assert decide(500, [1.0, 1.0, 2.0], state=state, step_s=19.9).ranges is not None, "3 s of 19.9 s are 15.08 %"
+    mostly_commit = decide(500, [1.0, 1.0, 2.0], state=state, step_s=20.1)
+    assert mostly_commit.ranges is None
+    assert "not worth a change" in mostly_commit.reason
 
 
 def test_nothing_moves_before_everyone_is_measured() -> None:
