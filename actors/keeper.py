@@ -103,13 +103,16 @@ class Keeper:
     def _serve(self, line: Any, replica: int) -> None:
         from everstep.actors.keeper_line import KeeperGone
 
-        with contextlib.suppress(KeeperGone):
+        try:
             while True:
                 request, descriptor = line.receive()
                 if descriptor is None:
                     raise KeeperGone("a part without memory")
                 line.send(self._keep(request, descriptor, replica))
-        line.close()
+        except KeeperGone:
+            pass  # the replica has ended, or is told when it asks again
+        finally:
+            line.close()
 
     def _keep(self, request: dict[str, Any], descriptor: int, replica: int) -> dict[str, Any]:
         """Write one part and tell the controller. A supervisor: whatever fails costs this part alone."""

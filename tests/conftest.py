@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,3 +35,10 @@ def own_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("EVERSTEP_STORAGE", str(storage))
     monkeypatch.delenv("EVERSTEP_RUN_NAME", raising=False)
     return storage
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_was_left_open_is_found_here() -> Iterator[None]:
+    """A socket, file or process that a module forgot is told as that module's error, not as some later test's."""
+    yield
+    gc.collect()

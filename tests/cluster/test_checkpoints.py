@@ -42,7 +42,7 @@ def test_when_all_are_lost_the_newest_checkpoint_is_where_it_goes_on(
         result = run.finish()
     assert (result.steps, result.digest) == (STEPS, undisturbed[0].digest)
     assert samples_by_step(folder) == undisturbed[1]
-    assert len(stored(run)) == 2
+    assert len(stored(run)) == 2 and stored(run)[0] == STEPS, "the end is kept too"
 
 
 def test_a_stopped_run_is_taken_up_by_another_number_of_replicas(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from everstep.checkpoint.catalog import newest_whole
 from everstep.checkpoint.chunks import cut, divide
 from everstep.checkpoint.part import views_of
 from everstep.checkpoint.state import Snapshot
-from everstep.errors import StateMismatch
+from everstep.errors import ConfigError, StateMismatch
 from everstep.orchestrator.core import model as m
 from everstep.orchestrator.vault import Vault
 from tests.unit.ck_helpers import odd_state, snapshot_of, trained
@@ -171,6 +172,10 @@ def test_checkpoints_of_a_run_are_read_by_another_number_of_replicas(
     answer = vault.commit(m.CommitCheckpoint(step=2, attempt="i1-1", parts=parts))
     assert answer.problem == "" and answer.written_bytes > 0
     assert Vault(config).open(1, True) == 2
+    anew = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume="never"))
+    with pytest.raises(ConfigError, match=r"resume = 'never'.* checkpoint of step 2; choose another name"):
+        Vault(anew).open(1, True)
+    assert Vault(anew).open(1, False) == 2, "a controller that comes back goes on with what its own run wrote"
     again = Loop(steps=3)
     with play(3, again, **options) as cast:
         sources = (cast.peers[0].server.address,)

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from everstep.errors import ConfigError
-from everstep.orchestrator.config import BatchConfig, DetectionConfig, FailureConfig, RunConfig, ScalingConfig
+from everstep.orchestrator.config import (
+    BatchConfig,
+    CheckpointConfig,
+    DetectionConfig,
+    FailureConfig,
+    RunConfig,
+    ScalingConfig,
+)
 from everstep.orchestrator.settings import settings_of
 
 YAML = """
@@ -173,7 +180,9 @@ def test_storage_comes_from_the_environment_unless_told(
     assert config(storage="s3://bucket/x").storage == "s3://bucket/x"
 
 
-@pytest.mark.parametrize("cls", [ScalingConfig, BatchConfig, FailureConfig, DetectionConfig, RunConfig])
+@pytest.mark.parametrize(
+    "cls", [ScalingConfig, BatchConfig, FailureConfig, DetectionConfig, CheckpointConfig, RunConfig]
+)
 def test_every_field_is_explained(cls: type) -> None:
     import ast
     import inspect
@@ -195,3 +204,19 @@ def test_nobody_is_given_up_for_silence_before_its_lease_has_ended(lease_s: floa
         detection=DetectionConfig(lease_s=lease_s),
     )
     assert settings_of(config).adopt_timeout_s > lease_s
+
+
+def test_the_public_form_has_the_names_of_secrets_and_not_the_secrets() -> None:
+    private = config(
+        env_vars={"TOKEN": "hidden-1"},
+        storage="s3://key:hidden-2@bucket/runs",
+        checkpoint=CheckpointConfig(
+            storage_options={"secret": "hidden-3", "client_kwargs": {"endpoint_url": "hidden-4"}}
+        ),
+    )
+    public = private.to_public_dict()
+    assert "hidden" not in repr(public)
+    assert public["env_vars"].keys() == {"TOKEN"}
+    assert public["checkpoint"]["storage_options"].keys() == {"secret", "client_kwargs"}
+    assert public["storage"].startswith("s3://") and public["storage"].endswith("@bucket/runs")
+    assert repr(private.to_dict()).count("hidden") == 4, "the config itself keeps them"

@@ -124,6 +124,16 @@ def test_a_run_begins_with_what_is_in_storage_and_reads_it_once() -> None:
     assert [e.step for e in stage.emitted(ev.StepCommitted)] == [40]
 
 
+def test_storage_that_forbids_a_start_ends_the_run_with_its_reason() -> None:
+    stage = searching()
+    stage.feed(m.Fail(reason="ConfigError: checkpoint.resume = 'never', but there is one"))
+    [ended] = stage.emitted(ev.RunEnded)
+    assert (ended.outcome, ended.step) == ("failed", 0) and "resume = 'never'" in ended.reason
+    assert stage.num_reforms == 0, "no step was taken"
+    found(stage, 40)  # told late
+    assert stage.core.phase is not Phase.RUNNING and stage.num_reforms == 0
+
+
 def test_with_nothing_in_storage_it_begins_with_step_0() -> None:
     stage = searching()
     found(stage, 0)

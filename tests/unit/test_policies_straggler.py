@@ -75,7 +75,9 @@ def test_a_small_gain_moves_nothing() -> None:
 def test_what_a_deal_saves_is_held_against_the_whole_step() -> None:
     state = RebalanceState(better_since_step=0)
     assert decide(500, [1.0, 1.0, 2.0], state=state, step_s=8.0).ranges is not None
-    assert decide(500, [1.0, 1.0, 2.0], state=state, step_s=19.9).ranges is not None, "3 s of 19.9 s are 15.08 %"
+    assert decide(500, [1.0, 1.0, 2.0], state=state, step_s=19.9).ranges is not None, (
+        "3 s of 19.9 s are 15.08 %"
+    )
     mostly_commit = decide(500, [1.0, 1.0, 2.0], state=state, step_s=20.1)
     assert mostly_commit.ranges is None
     assert "not worth a change" in mostly_commit.reason
