@@ -177,11 +177,15 @@ def _receive(connection: socket.socket) -> float:
 
 def setting() -> str:
     """What is trained and where, in words; to be asked at the start, since every number hangs on the machine's load."""
-    cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
     return (
         f"MLP of 10.0 million parameters, AdamW, global batch {GLOBAL_BATCH}, {WORLD} workers on CPU with gloo; "
-        f"{cores} cores, load {load:.1f} at the start"
+        f"{machine()}"
     )
+
+
+def machine() -> str:
+    """Where it is measured, in words."""
+    return f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f} at the start"
 
 
 def pause(seconds: float) -> None:

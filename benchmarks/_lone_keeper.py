@@ -18,7 +18,8 @@ class LoneKeeper(Keeper):
     """Tells its standard output what it would tell the controller."""
 
     def _tell(self, report: dict[str, Any]) -> None:
-        print(json.dumps({key: report[key] for key in ("step", "seconds", "index")}), flush=True)
+        # Short: not every line is read at once, and a full pipe would stop the keeper.
+        print(json.dumps({key: report[key] for key in ("step", "seconds")}), flush=True)
 
     def _live_with_the_controller(self) -> None:
         pass
