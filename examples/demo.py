@@ -21,6 +21,7 @@ from typing import Any
 
 from everstep.errors import EverstepError
 from everstep.orchestrator import connect
+from everstep.orchestrator.cli_jobs import Jobs
 from everstep.orchestrator.events import Event, parse
 from everstep.orchestrator.words import describe
 
@@ -116,6 +117,8 @@ class Nodes:
         context = ray.init(address=self.cluster.address, namespace=connect.NAMESPACE, log_to_driver=False)
         self.dashboard = f"http://{context.dashboard_url}"
         self.workers = [self.add() for _ in range(3)]
+        # A head that has just started may refuse a job ("no available agent"), and `ray job submit` does not try again.
+        Jobs(self.dashboard).submit("true", runtime_env={})
 
     def add(self, **options: Any) -> Any:
         """One more node with room for one replica."""
