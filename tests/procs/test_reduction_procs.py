@@ -62,22 +62,22 @@ def form(state: dict[str, Any], rendezvous: Rendezvous, shares: Sequence[Sequenc
 def train(state: dict[str, Any], steps: int, even: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Train until `steps` are applied or the group breaks; then say where this replica stands."""
     replica, group = state["replica"], state["group"]
-    state["reduced"], state["bits"] = False, None
+    state["bits"] = None
     broken = ""
     try:
         while state["applied"] < steps:
             replica.compute(group, state["shares"], partial(loss_of, step=state["applied"]))
             bits = replica.reduce(group)
-            state["reduced"], state["bits"] = True, bits.tolist()
+            state["bits"] = bits.tolist()
             apply(state, bits.tolist())
-            state["shares"], state["reduced"] = even, False
+            state["shares"] = even
     except GroupBroken as error:
         group.abort()
         broken = str(error)
     kept = sorted(replica.reducer.kept())
     return {
         "applied": state["applied"],
-        "reduced": state["reduced"],
+        "voted": replica.voted,
         "bits": state["bits"],
         "kept": kept,
         "broken": broken,
@@ -198,7 +198,7 @@ def settle(members: list[Process], ends: list[dict[str, Any]], newest: int, mome
     for member, end in zip(members, ends, strict=True):
         moments["kept shards"] += bool(end["kept"]) and end["applied"] == newest
         if end["applied"] < newest:
-            assert end["applied"] == newest - 1 and end["reduced"]
+            assert end["applied"] == newest - 1 and end["voted"]
             bits = next(other["bits"] for other in ends if other["applied"] == newest)
             member.call(apply, bits)
             moments["rolled forward"] += 1

@@ -103,12 +103,16 @@ class Replica:
         self.model = model
         self.failures: list[BaseException] = []
         self.computed: list[int] = []
+        self.voted = False
+        """The mean of the step at hand is complete here, and others may know: they may apply the step without this one
+        learning so, if someone dies between telling them and telling it."""
         self.reducer = Reducer(
             list(model.named_parameters()), list(model.named_buffers()),
             logical_shards=num_shards, **options,
         )  # fmt: skip
 
     def compute(self, group: Group, shares: Sequence[Sequence[int]], loss: Loss) -> None:
+        self.voted = False
         self.reducer.attach(group, shares, on_failure=self.failures.append)
         todo = [shard for shard in shares[group.rank] if shard not in self.reducer.kept()]
         for position, shard in enumerate(todo):
@@ -124,6 +128,7 @@ class Replica:
         self.reducer.wait()
         self.reducer.reduce_buffers()
         while True:
+            self.voted = True
             bits = self.reducer.vote_bits()
             group.all_reduce(bits)
             if not self.reducer.missing_buffers(bits):
